@@ -1,0 +1,257 @@
+/* colibri.h - public C interface of the Colibri engine.
+ *
+ * The engine runs a mixture-of-experts transformer on CPUs. Three objects:
+ *
+ *   colibri_model    an opened `.colibri` container: immutable, mapped read-only, shareable by any number of threads.
+ *   colibri_session  the front end's side of a team: KV cache, activations, the lanes that compute. One owner thread steps it.
+ *   colibri_worker   a lane's side of the same team, usually in another process, attached through two file descriptors.
+ *
+ * Conventions
+ *   - Functions return COLIBRI_OK (0) or a negative enum colibri_status. A non-NULL colibri_error then holds the sentence.
+ *   - The library never prints, never exits and never asserts on input.
+ *   - Every *_close accepts NULL.
+ *   - Unless said otherwise a function is safe to call from one thread at a time per object.
+ *   - Sizes named *_bytes are bytes, counts are elements; matrices are row-major [rows, columns].
+ *
+ * Licence: Apache-2.0. */
+#ifndef COLIBRI_H
+#define COLIBRI_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#if defined(__GNUC__)
+#define COLIBRI_API __attribute__((visibility("default")))
+#else
+#define COLIBRI_API
+#endif
+
+#define COLIBRI_ABI_VERSION 1
+#define COLIBRI_KV_BLOCK 16      /* tokens of one KV block */
+#define COLIBRI_MAX_TOP_LOGPROBS 20
+
+/* ---------------------------------------------------------------- errors */
+
+enum colibri_status {
+  COLIBRI_OK = 0,
+  COLIBRI_EINVAL = -1,     /* an argument is out of its range */
+  COLIBRI_EIO = -2,        /* the operating system refused a file or mapping operation */
+  COLIBRI_EFORMAT = -3,    /* the container is malformed, truncated or of another version */
+  COLIBRI_ENOMEM = -4,     /* memory could not be had */
+  COLIBRI_EUNSUPPORTED = -5, /* the model needs a feature, or names an ISA, that this build or CPU lacks */
+  COLIBRI_ENUMERIC = -6,   /* a NaN or infinity where a number was needed */
+  COLIBRI_ENOLANES = -7,   /* nothing is left that could compute */
+  COLIBRI_ESTATE = -8      /* the object is not in a state that allows the call */
+};
+
+typedef struct colibri_error {
+  int32_t code;            /* enum colibri_status */
+  char message[256];       /* one sentence, NUL terminated */
+} colibri_error;
+
+/* Version of the library as "major.minor.patch". Never NULL; any thread. */
+COLIBRI_API const char *colibri_version(void);
+
+/* ---------------------------------------------------------------- instruction sets */
+
+/* Selects the kernels of this process: "generic", "avx2", "avx512", "neon"; NULL takes COLIBRI_ISA from the environment or,
+ * if unset, the best this CPU and operating system can run. Unknown or unavailable names give COLIBRI_EUNSUPPORTED.
+ * Call it before other threads use the engine; the first model or session call does it with NULL. */
+COLIBRI_API int colibri_isa_select(const char *name, colibri_error *err);
+/* The selected instruction set, e.g. "avx512". Any thread. */
+COLIBRI_API const char *colibri_isa_name(void);
+/* Comma-separated list of all sets this CPU can run, best first. Any thread. */
+COLIBRI_API const char *colibri_isa_available(void);
+
+/* ---------------------------------------------------------------- weight formats and packing */
+
+enum colibri_format {
+  COLIBRI_F32 = 0,
+  COLIBRI_BF16 = 1,
+  COLIBRI_INT8 = 2,        /* symmetric, one fp16 scale per row and 32 columns */
+  COLIBRI_INT4 = 3,        /* symmetric, one fp16 scale per row and 32 columns */
+  COLIBRI_FORMATS = 4
+};
+
+/* Bytes of a packed "P32" matrix [n, k] in `format`: rows and columns are padded to 32, panels of 32 rows, blocks of 32 columns
+ * (docs/container.md). 0 if an argument is out of range or the size overflows. Any thread. */
+COLIBRI_API uint64_t colibri_packed_bytes(int format, int64_t n, int64_t k);
+/* Bytes of one packed expert block: fused gate/up [2*ffn, hidden] followed by down [hidden, ffn]. 0 on bad arguments. Any thread. */
+COLIBRI_API uint64_t colibri_expert_bytes(int format, int64_t hidden, int64_t ffn);
+/* Packs w [n, k] f32 into dst (colibri_packed_bytes). Non-finite weights give COLIBRI_ENUMERIC. Any thread. */
+COLIBRI_API int colibri_pack(int format, const float *w, int64_t n, int64_t k, void *dst, colibri_error *err);
+/* Packs one expert: gate [ffn, hidden], up [ffn, hidden], down [hidden, ffn], all f32, into dst (colibri_expert_bytes). Any thread. */
+COLIBRI_API int colibri_pack_expert(int format, const float *gate, const float *up, const float *down, int64_t hidden, int64_t ffn,
+                                    void *dst, colibri_error *err);
+/* The inverse of colibri_pack, dequantised: src -> w [n, k] f32. Any thread. */
+COLIBRI_API int colibri_unpack(int format, const void *src, int64_t n, int64_t k, float *w, colibri_error *err);
+/* The inverse of colibri_pack_expert, dequantised. Any thread. */
+COLIBRI_API int colibri_unpack_expert(int format, const void *src, int64_t hidden, int64_t ffn, float *gate, float *up, float *down,
+                                      colibri_error *err);
+
+/* ---------------------------------------------------------------- model */
+
+typedef struct colibri_model colibri_model;
+
+/* Scalars of an opened model. All counts; floats are what their names say. */
+typedef struct colibri_model_info {
+  int32_t vocab, hidden, layers, heads, kv_heads, head_dim, ffn;
+  int32_t experts, top_k;        /* a dense model is one expert, top_k 1, no router */
+  int32_t max_context;           /* tokens */
+  int32_t sliding_window;        /* tokens a query sees, itself included; 0 = all */
+  int32_t router_layers;         /* layers that have a router */
+  int32_t tied_head;             /* 1 if the head is the embedding */
+  int32_t expert_format, backbone_format, head_format; /* enum colibri_format */
+  float norm_eps, attention_scale;
+  uint64_t file_bytes, expert_bytes, backbone_bytes;
+  uint64_t active_bytes;         /* weight bytes one token reads: backbone without embedding, head, top_k experts a layer */
+} colibri_model_info;
+
+/* Opens a container by path or by descriptor (the descriptor is duplicated, not consumed; a sealed memfd will do). Maps it read-only,
+ * checks header and tensor table against the file's size; tensor checksums are not read (see `colibri verify`).
+ * *out is the caller's, to be closed. COLIBRI_EIO, COLIBRI_EFORMAT, COLIBRI_EUNSUPPORTED, COLIBRI_ENOMEM. */
+COLIBRI_API int colibri_model_open(const char *path, colibri_model **out, colibri_error *err);
+COLIBRI_API int colibri_model_open_fd(int fd, colibri_model **out, colibri_error *err);
+/* Checks a container image in memory, header, descriptor and tensor table, without keeping anything (fuzz entry). */
+COLIBRI_API int colibri_model_check(const void *data, size_t size, colibri_error *err);
+COLIBRI_API void colibri_model_close(colibri_model *model);
+/* Valid until the model is closed. Any thread. */
+COLIBRI_API const colibri_model_info *colibri_model_get_info(const colibri_model *model);
+
+/* ---------------------------------------------------------------- session: the front end's side of a team */
+
+typedef struct colibri_session colibri_session;
+
+enum colibri_kv_format { COLIBRI_KV_F32 = 0, COLIBRI_KV_BF16 = 1 };
+
+typedef struct colibri_session_options {
+  int32_t max_rows;        /* rows (tokens) of one step, 1..65536 */
+  int32_t max_seqs;        /* sequences of one step, 1..4096 */
+  int32_t max_logit_rows;  /* rows of one step whose logits are wanted, 1..max_rows */
+  int32_t kv_blocks;       /* KV blocks of COLIBRI_KV_BLOCK tokens in the pool */
+  int32_t kv_format;       /* enum colibri_kv_format */
+  int32_t max_lanes;       /* worker lanes the team has room for, 0..255 */
+  int32_t front_lane;      /* 1: the stepping thread computes while it waits; needed if no worker is to come */
+  int32_t spin_us;         /* a lane spins this long for work before it sleeps */
+  int32_t hang_ms;         /* a lane holding a task longer than this is killed and its task run again; 0 = never */
+  int32_t trace_routes;    /* 1: keep every row's experts and weights for colibri_session_routes */
+} colibri_session_options;
+
+/* Bytes of shared memory a session with these options needs (team + arena). 0 if the options are out of range. */
+COLIBRI_API uint64_t colibri_session_bytes(const colibri_model *model, const colibri_session_options *options);
+/* Makes the team and arena segments (sealed against resizing) and the front end's lane. The model must outlive the session. */
+COLIBRI_API int colibri_session_open(const colibri_model *model, const colibri_session_options *options, colibri_session **out,
+                                     colibri_error *err);
+COLIBRI_API void colibri_session_close(colibri_session *session);
+/* Descriptors to hand to workers (inherited or by SCM_RIGHTS). They stay the session's. */
+COLIBRI_API int colibri_session_team_fd(const colibri_session *session);
+COLIBRI_API int colibri_session_arena_fd(const colibri_session *session);
+
+/* Lanes. A lane is EMPTY until its worker attaches (READY), computes from the next step on (ACTIVE), is LEAVING once asked to, and DEAD
+ * when its process is known to have ended. These may be called from any thread, also while a step runs. */
+enum colibri_lane_state { COLIBRI_LANE_EMPTY = 0, COLIBRI_LANE_READY = 1, COLIBRI_LANE_ACTIVE = 2, COLIBRI_LANE_LEAVING = 3,
+                          COLIBRI_LANE_DEAD = 4 };
+/* Binds a lane to the process that will run it, before it attaches: pid and a pidfd (duplicated by the session). pidfd -1: the lane is
+ * a thread of this process and is never killed. COLIBRI_ESTATE unless the lane is EMPTY or DEAD. */
+COLIBRI_API int colibri_lane_bind(colibri_session *session, int lane, int pid, int pidfd, colibri_error *err);
+/* Asks a lane to leave at the next step boundary (or at once if no step runs). Its thread returns from colibri_worker_run. */
+COLIBRI_API int colibri_lane_leave(colibri_session *session, int lane);
+/* Says that a lane's process has ended and been seen to end; what it had claimed is run again. The lane becomes EMPTY. */
+COLIBRI_API int colibri_lane_dead(colibri_session *session, int lane);
+/* enum colibri_lane_state of a lane, or COLIBRI_EINVAL. */
+COLIBRI_API int colibri_lane_get_state(const colibri_session *session, int lane);
+/* Tasks a lane has completed since it attached. */
+COLIBRI_API uint64_t colibri_lane_tasks(const colibri_session *session, int lane);
+
+/* ---------------------------------------------------------------- one step */
+
+typedef struct colibri_sampling {
+  float temperature;        /* 0: greedy */
+  float top_p;              /* (0, 1]; 1 = off */
+  float min_p;              /* [0, 1); 0 = off */
+  float repetition_penalty; /* > 0; 1 = off. Positive logits of tokens in history are divided by it, negative multiplied (CTRL) */
+  int32_t top_k;            /* 0 = off */
+  int32_t top_logprobs;     /* 0..COLIBRI_MAX_TOP_LOGPROBS most likely tokens to report */
+  uint64_t seed;            /* the token at position p depends on (logits, parameters, seed, p) alone */
+} colibri_sampling;
+
+/* One sequence's share of a step. Sequences' rows, blocks, history and targets follow each other in the batch's flat arrays. */
+typedef struct colibri_seq {
+  int32_t n_rows;          /* tokens to run now, >= 1 */
+  int32_t start;           /* position of the first of them = tokens already in the KV cache */
+  int32_t n_logits;        /* the last n_logits rows get logits, are sampled and reported; 0 for an unfinished prefill */
+  int32_t n_blocks;        /* KV blocks, at least ceil((start + n_rows) / COLIBRI_KV_BLOCK) */
+  int32_t n_history;       /* tokens the repetition penalty looks at; 0 if it is off */
+  int32_t reserved;
+  colibri_sampling sampling;
+} colibri_seq;
+
+typedef struct colibri_batch {
+  int32_t n_seqs, reserved;
+  const colibri_seq *seqs;      /* [n_seqs] */
+  const int32_t *tokens;        /* [sum n_rows] */
+  const int32_t *blocks;        /* [sum n_blocks] KV block ids, block i of a sequence holds positions 16i..16i+15 */
+  const int32_t *history;       /* [sum n_history]; may be NULL if that is 0 */
+  const int32_t *targets;       /* [sum n_logits] token whose log-probability is wanted, -1 for none; NULL for none at all */
+} colibri_batch;
+
+/* What a row with logits gave, in batch order. Log-probabilities are of the model's own distribution (natural log, temperature 1, no
+ * penalty). */
+typedef struct colibri_row_result {
+  int32_t status;          /* COLIBRI_OK, or COLIBRI_ENUMERIC if this row met a NaN or infinity */
+  int32_t error_layer;     /* layer of that, -1 none; == layers: in the head */
+  int32_t token;           /* sampled */
+  int32_t n_top;
+  float logprob;           /* of token */
+  float target_logprob;    /* of the target; 0 if none was asked for */
+  int32_t target_rank;     /* tokens more likely than the target; -1 if none was asked for */
+  int32_t reserved;
+  int32_t top_tokens[COLIBRI_MAX_TOP_LOGPROBS];
+  float top_logprobs[COLIBRI_MAX_TOP_LOGPROBS];
+} colibri_row_result;
+
+typedef struct colibri_step_stats {
+  uint64_t step_ns;        /* the whole step */
+  uint64_t wait_ns;        /* the stepping thread waited with nothing to compute */
+  uint64_t serial_ns;      /* the stepping thread worked between phases (routing, dispatch, small preparations) */
+  uint32_t phases, tasks;
+  uint32_t tasks_rerun;    /* tasks taken over from a dead lane */
+  uint32_t lanes;          /* lanes of this step, the front end's included */
+  uint32_t lanes_lost;     /* lanes found dead in this step */
+  uint32_t reserved;
+} colibri_step_stats;
+
+/* Runs all layers for one batch. Blocks; call it with no lock the workers' supervision needs. results [sum n_logits] is the caller's.
+ * A step is a transaction: on an error nothing may be used but the KV blocks of earlier positions. A dead lane is not an error unless it
+ * was the last (COLIBRI_ENOLANES). A row that met a NaN is reported in its result (or for a sequence without logits in seq_status) and
+ * disturbs no other. seq_status [n_seqs] may be NULL; gets COLIBRI_OK or COLIBRI_ENUMERIC. stats may be NULL. */
+COLIBRI_API int colibri_step(colibri_session *session, const colibri_batch *batch, colibri_row_result *results, int32_t *seq_status,
+                             colibri_step_stats *stats, colibri_error *err);
+/* Logits of the last step, [sum n_logits, vocab] f32, row stride `vocab`; valid until the next step. */
+COLIBRI_API const float *colibri_session_logits(const colibri_session *session);
+/* Copies the last step's routes (trace_routes): experts and weights [router_layers, rows, top_k], a row's experts by
+ * descending gate score, ties to the lower index. COLIBRI_ESTATE if the session keeps none. */
+COLIBRI_API int colibri_session_routes(const colibri_session *session, int32_t *experts, float *weights, int64_t count, colibri_error *err);
+/* Token counts per layer and expert since the session was opened: counts [layers, experts]. */
+COLIBRI_API int colibri_session_expert_counts(const colibri_session *session, uint64_t *counts, int64_t count, colibri_error *err);
+
+/* ---------------------------------------------------------------- worker: a lane's side */
+
+typedef struct colibri_worker colibri_worker;
+
+/* Maps the team and arena of a session (descriptors are duplicated). Selects the session's instruction set. Fails with COLIBRI_EFORMAT if the
+ * segments belong to another version, another model or are damaged. */
+COLIBRI_API int colibri_worker_attach(const colibri_model *model, int team_fd, int arena_fd, colibri_worker **out, colibri_error *err);
+/* Runs one lane on the calling thread until it is asked to leave: claims tasks, computes, marks them done. cpu >= 0 pins the thread to
+ * that CPU first (a refusal is reported, COLIBRI_EIO). Several threads may run different lanes of one worker. */
+COLIBRI_API int colibri_worker_run(colibri_worker *worker, int lane, int cpu, colibri_error *err);
+COLIBRI_API void colibri_worker_detach(colibri_worker *worker);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,67 @@
+/* model.h - a parsed container: scalars and const pointers into the mapping (internal). */
+#ifndef COLIBRI_MODEL_H
+#define COLIBRI_MODEL_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "colibri.h"
+
+/* A packed matrix [n, k]: panels = ceil(n/32), groups = ceil(k/32). data is NULL where the model has no such tensor. */
+typedef struct colibri_matrix {
+  const char *data;
+  int32_t format, n, k, panels, groups;
+} colibri_matrix;
+
+typedef struct colibri_expert {
+  colibri_matrix gate_up;  /* panels = 2 * ceil(ffn/32), 16 neurons each; n = 2 * ffn, k = hidden */
+  colibri_matrix down;     /* [hidden, ffn] */
+} colibri_expert;
+
+typedef struct colibri_layer {
+  const float *attn_norm, *ffn_norm;  /* [hidden] */
+  const float *qkv_bias;              /* [(heads + 2 kv_heads) head_dim] or NULL */
+  const float *q_norm, *k_norm;       /* [head_dim] or NULL */
+  const float *router;                /* [experts, hidden] or NULL: expert 0, weight 1 */
+  const float *router_bias;           /* [experts] or NULL */
+  colibri_matrix qkv, o;
+  const colibri_expert *experts;      /* [experts] */
+} colibri_layer;
+
+enum colibri_router_score { COLIBRI_SCORE_SOFTMAX_ALL = 0 };
+enum colibri_router_weight { COLIBRI_WEIGHT_SOFTMAX_CHOSEN = 0, COLIBRI_WEIGHT_SCORE = 1 };
+
+/* How gate logits become experts and weights (docs/container.md, "router"). */
+typedef struct colibri_router {
+  int32_t score, weight;   /* enums above */
+  int32_t k, experts;
+  float scale;             /* applied last */
+} colibri_router;
+
+struct colibri_model {
+  colibri_model_info info;
+  colibri_router router;
+  int32_t rope_dims, rope_interleaved;
+  float rope_scale;
+  const float *inv_freq;     /* [rope_dims / 2] */
+  const float *final_norm;   /* [hidden] */
+  colibri_matrix embed, head; /* head is embed's copy of pointers when tied */
+  colibri_layer *layers;     /* [layers] */
+  colibri_expert *experts;   /* [layers * experts], behind layers[].experts */
+  uint32_t descriptor_crc;   /* identifies the model to a worker that attaches */
+  void *map;                 /* the mapping: munmap(map, map_bytes) */
+  size_t map_bytes;
+};
+
+/* The container parser proper: fills *m (no mapping is made or owned, pointers go into `data`). On failure nothing is left allocated. */
+int colibri_container_parse(const void *data, size_t size, colibri_model *m, colibri_error *err);
+/* Frees what colibri_container_parse allocated. */
+void colibri_container_release(colibri_model *m);
+
+/* Writes a sentence and returns code; err may be NULL. */
+int colibri_fail(colibri_error *err, int code, const char *format, ...) __attribute__((format(printf, 3, 4)));
+
+/* Dequantises row `row` of a packed matrix: out [k]. */
+void colibri_matrix_row(const colibri_matrix *m, int32_t row, float *out);
+
+#endif
