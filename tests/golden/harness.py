@@ -1,0 +1,204 @@
+"""What the parity and determinism tests share: the golden vectors, and tokens in, logits and routes out of a session."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+import engine_c
+from workers.team import Team, TeamConfig
+
+MODELS = Path(__file__).parent / "models"
+NAMES = tuple(sorted(path.name for path in MODELS.iterdir()))
+KV_BLOCKS = 64  # of the sessions below: room for many short sequences at once
+
+F32 = NDArray[np.float32]
+I32 = NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Vectors:
+    tokens: I32  # [T]
+    logits: F32  # [T, vocab]
+    experts: I32  # [L, T, k]
+    weights: F32  # [L, T, k]
+    greedy: I32  # [24]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What the engine made of a prompt: the same fields as the vectors."""
+
+    logits: F32
+    experts: I32
+    weights: F32
+
+    def bits(self) -> tuple[bytes, bytes, bytes]:
+        return self.logits.tobytes(), self.experts.tobytes(), self.weights.tobytes()
+
+
+@functools.cache
+def vectors(name: str) -> Vectors:
+    with np.load(MODELS / name / "vectors.npz") as file:
+        return Vectors(**{field: file[field] for field in Vectors.__dataclass_fields__})
+
+
+def distance(a: NDArray[np.floating], b: NDArray[np.floating]) -> float:
+    """Largest difference of two sets of logits, in units of max|b|."""
+    return float(np.abs(a.astype(np.float64) - b).max() / np.abs(b).max())
+
+
+# ---------------------------------------------------------------- sessions
+
+
+def options(*, max_lanes: int = 0, kv_format: str = "f32", max_rows: int = 128) -> engine_c.SessionOptions:
+    return engine_c.SessionOptions(
+        max_rows=max_rows,
+        max_seqs=min(max_rows, 64),
+        max_logit_rows=max_rows,
+        kv_blocks=KV_BLOCKS,
+        kv_format=engine_c.KV_FORMATS[kv_format],
+        max_lanes=max_lanes,
+        front_lane=1,
+        spin_us=20,
+        hang_ms=0,
+        trace_routes=1,
+    )
+
+
+@contextlib.contextmanager
+def team(path: Path, *, workers: int, kv_format: str = "f32") -> Iterator[engine_c.Session]:
+    """The session of a front end with `workers` worker processes of one lane each (0: this process computes alone)."""
+    config = TeamConfig(
+        load_mode="map",
+        workers_per_node=workers,
+        threads_per_worker=1,
+        front_lane="on",
+        session=options(max_lanes=workers, kv_format=kv_format),
+    )
+    opened = Team.open(path, config)
+    try:
+        yield opened.session
+    finally:
+        opened.close()
+
+
+@contextlib.contextmanager
+def threads(path: Path, *, lanes: int, kv_format: str = "f32") -> Iterator[engine_c.Session]:
+    """A session whose worker lanes are threads of this process: cheap to start, the same code."""
+    with contextlib.ExitStack() as stack:
+        model = stack.enter_context(engine_c.Model.open(path))
+        session = engine_c.Session(model, options(max_lanes=lanes, kv_format=kv_format))
+        stack.callback(session.close)
+        for lane in range(lanes):
+            session.lane_bind(lane, pid=0, pidfd=-1)
+            worker = engine_c.Worker(model, session.team_fd, session.arena_fd)
+            stack.callback(worker.detach)
+            thread = threading.Thread(target=worker.run, args=(lane,))
+            thread.start()
+            stack.callback(thread.join)
+            stack.callback(session.lane_leave, lane)
+        yield session
+
+
+# ---------------------------------------------------------------- running prompts
+
+
+@dataclass
+class Run:
+    """A prompt on its way through a session: which tokens have run, in which KV blocks, and what came out."""
+
+    tokens: Sequence[int]
+    blocks: Sequence[int]
+    done: int = 0
+
+    def __post_init__(self) -> None:
+        self.tokens = [int(t) for t in self.tokens]
+        self.parts: list[tuple[F32, I32, F32]] = []
+
+    @property
+    def left(self) -> int:
+        return len(self.tokens) - self.done
+
+    def work(self, rows: int) -> engine_c.SeqWork:
+        return engine_c.SeqWork(tokens=self.tokens[self.done : self.done + rows], start=self.done, blocks=self.blocks, n_logits=rows)
+
+    def trace(self) -> Trace:
+        logits, experts, weights = zip(*self.parts, strict=True)
+        return Trace(np.concatenate(logits), np.concatenate(experts, axis=1), np.concatenate(weights, axis=1))
+
+
+def blocks_for(tokens: int) -> int:
+    return -(-tokens // engine_c.KV_BLOCK)
+
+
+def place(prompts: Sequence[Sequence[int]], *, seed: int | None = None) -> list[Run]:
+    """Prompts in disjoint KV blocks: in order, or scattered over the pool by `seed`."""
+    pool = list(range(KV_BLOCKS)) if seed is None else np.random.default_rng(seed).permutation(KV_BLOCKS).tolist()
+    out = []
+    for prompt in prompts:
+        need = blocks_for(len(prompt))
+        out.append(Run(prompt, pool[:need]))
+        pool = pool[need:]
+    return out
+
+
+def step(session: engine_c.Session, parts: Sequence[tuple[Run, int]]) -> None:
+    """Runs the next `rows` tokens of each sequence in one step, in the order given."""
+    results, _stats = session.step([sequence.work(rows) for sequence, rows in parts])
+    assert all(result.ok for result in results), [result.error for result in results]
+    total = sum(rows for _sequence, rows in parts)
+    logits, (experts, weights) = session.logits(), session.routes(total)
+    row = 0
+    for sequence, rows in parts:
+        span = slice(row, row + rows)
+        sequence.parts.append((logits[span], experts[:, span], weights[:, span]))
+        sequence.done += rows
+        row += rows
+
+
+def run(session: engine_c.Session, tokens: Sequence[int], *, chunk: int, seed: int | None = None) -> Trace:
+    """One prompt alone, `chunk` tokens a step, its KV blocks placed by `seed`."""
+    (sequence,) = place([tokens], seed=seed)
+    while sequence.left:
+        step(session, [(sequence, min(chunk, sequence.left))])
+    return sequence.trace()
+
+
+def greedy(session: engine_c.Session, tokens: Sequence[int], count: int) -> list[int]:
+    """The engine's own greedy continuation, end-of-sequence ignored."""
+    whole = [int(t) for t in tokens]
+    blocks = list(range(blocks_for(len(whole) + count)))
+    done = 0
+    while len(whole) < len(tokens) + count:
+        results, _stats = session.step([engine_c.SeqWork(tokens=whole[done:], start=done, blocks=blocks, n_logits=1)])
+        done = len(whole)
+        whole.append(results[0].rows[0].token)
+    return whole[len(tokens) :]
+
+
+# ---------------------------------------------------------------- checkpoints of our own
+
+
+def write_checkpoint(folder: Path, config: Mapping[str, object], tensors: Mapping[str, NDArray[np.floating]]) -> None:
+    """A Hugging Face folder with one float32 safetensors file."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    header: dict[str, object] = {}
+    offset = 0
+    for name, tensor in tensors.items():
+        header[name] = {"dtype": "F32", "shape": tensor.shape, "data_offsets": [offset, offset + 4 * tensor.size]}
+        offset += 4 * tensor.size
+    text = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors.values():
+            file.write(np.ascontiguousarray(tensor, np.float32).tobytes())
