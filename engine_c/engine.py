@@ -1,0 +1,246 @@
+"""Typed wrapper of the C engine: Model, Session, Worker. Every call that computes or waits releases the GIL."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Self
+
+from engine_c._engine import ffi, lib
+from engine_c.batch import BatchBuffers
+from engine_c.structs import EngineError, ModelInfo, PathLike, SeqResult, SeqWork, SessionOptions, StepStats
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from engine_c._engine import Error, Pointer
+
+
+def fail(err: Error) -> EngineError:
+    """The exception for what the library wrote into err."""
+    return EngineError(err.code, ffi.string(err.message).decode("utf-8", "replace"))
+
+
+def text(pointer: Pointer) -> str:
+    """A const char * of the library."""
+    return ffi.string(pointer).decode()
+
+
+def version() -> str:
+    """The engine's version."""
+    return text(lib.colibri_version())
+
+
+def isa_select(name: str | None) -> None:
+    """Selects this process's kernels; None takes COLIBRI_ISA or the best there is. EngineError EUNSUPPORTED."""
+    err = ffi.new("colibri_error *")
+    if lib.colibri_isa_select(ffi.NULL if name is None else name.encode(), err):
+        raise fail(err)
+
+
+def isa_name() -> str:
+    """The selected instruction set."""
+    return text(lib.colibri_isa_name())
+
+
+def isa_available() -> tuple[str, ...]:
+    """Every instruction set this CPU runs, best first."""
+    return tuple(text(lib.colibri_isa_available()).split(","))
+
+
+class _Handle:
+    """An object of the library, freed once: by close(), or with the last reference to it."""
+
+    _kind = "object"
+
+    def __init__(self, pointer: Pointer, destructor: object) -> None:
+        self._owned: Pointer | None = ffi.gc(pointer, destructor)
+
+    @property
+    def _pointer(self) -> Pointer:
+        pointer = self._owned
+        if pointer is None:
+            raise EngineError(lib.COLIBRI_ESTATE, f"the {self._kind} is closed")
+        return pointer
+
+    @property
+    def closed(self) -> bool:
+        """Whether close() was called."""
+        return self._owned is None
+
+    def close(self) -> None:
+        """Frees it; a second call does nothing."""
+        pointer, self._owned = self._owned, None
+        if pointer is not None:
+            ffi.release(pointer)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Model(_Handle):
+    """An opened container: immutable, for any number of threads. Close it after the sessions and workers that use it."""
+
+    _kind = "model"
+
+    def __init__(self, pointer: Pointer) -> None:
+        super().__init__(pointer, lib.colibri_model_close)
+        struct = lib.colibri_model_get_info(pointer)
+        self.info = ModelInfo(**{name: getattr(struct, name) for name in ModelInfo.__slots__})
+        self.users = 0
+
+    @classmethod
+    def open(cls, path: PathLike) -> Self:
+        """Opens a container file. EngineError EIO, EFORMAT, EUNSUPPORTED or ENOMEM."""
+        out, err = ffi.new("colibri_model **"), ffi.new("colibri_error *")
+        if lib.colibri_model_open(os.fsencode(path), out, err):
+            raise fail(err)
+        return cls(out[0])
+
+    @classmethod
+    def from_fd(cls, fd: int) -> Self:
+        """Opens a container through a descriptor, which stays the caller's."""
+        out, err = ffi.new("colibri_model **"), ffi.new("colibri_error *")
+        if lib.colibri_model_open_fd(fd, out, err):
+            raise fail(err)
+        return cls(out[0])
+
+    def close(self) -> None:
+        """Unmaps the container. EngineError ESTATE while a session or worker uses it."""
+        if self.users and not self.closed:
+            raise EngineError(lib.COLIBRI_ESTATE, f"the model is used by {self.users} open sessions or workers: close them first")
+        super().close()
+
+
+class _User(_Handle):
+    """What needs a model to stay open."""
+
+    def __init__(self, pointer: Pointer, destructor: object, model: Model) -> None:
+        super().__init__(pointer, destructor)
+        self.model = model
+        model.users += 1
+
+    def close(self) -> None:
+        """Frees it; a second call does nothing."""
+        if not self.closed:
+            super().close()
+            self.model.users -= 1
+
+
+def session_bytes(model: Model, options: SessionOptions) -> int:
+    """Bytes of shared memory a session needs. EngineError EINVAL if the options are out of range."""
+    count = lib.colibri_session_bytes(model._pointer, ffi.new("colibri_session_options *", options.as_tuple()))
+    if not count:
+        raise EngineError(lib.COLIBRI_EINVAL, f"the session options are out of range: {options}")
+    return count
+
+
+class Session(_User):
+    """The front end's side of a team. One thread steps it; the lane_* calls may come from any thread while it is open."""
+
+    _kind = "session"
+
+    def __init__(self, model: Model, options: SessionOptions) -> None:
+        out, err = ffi.new("colibri_session **"), ffi.new("colibri_error *")
+        if lib.colibri_session_open(model._pointer, ffi.new("colibri_session_options *", options.as_tuple()), out, err):
+            raise fail(err)
+        super().__init__(out[0], lib.colibri_session_close, model)
+        self.options = options
+        self.team_fd = lib.colibri_session_team_fd(out[0])
+        self.arena_fd = lib.colibri_session_arena_fd(out[0])
+        self._buffers = BatchBuffers(options, model.info.layers)
+        self._error = ffi.new("colibri_error *")
+
+    def step(self, work: Sequence[SeqWork]) -> tuple[list[SeqResult], StepStats]:
+        """Runs all layers for one batch, results in its order. On EngineError only KV of earlier steps' positions may be used."""
+        buffers = self._buffers
+        buffers.fill(work)
+        if lib.colibri_step(self._pointer, buffers.batch, buffers.rows, buffers.seq_status, buffers.stats, self._error):
+            buffers.n_rows = 0
+            raise fail(self._error)
+        return buffers.results(work), buffers.step_stats()
+
+    def logits(self) -> npt.NDArray[np.float32]:
+        """A copy of the last step's logits [rows with logits, vocab]."""
+        import numpy as np
+
+        shape = (self._buffers.n_rows, self.model.info.vocab)
+        if not shape[0]:
+            return np.empty(shape, np.float32)
+        raw = ffi.buffer(lib.colibri_session_logits(self._pointer), 4 * shape[0] * shape[1])
+        return np.frombuffer(raw, np.float32).reshape(shape).copy()
+
+    def routes(self, rows: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+        """Experts and their weights of the last step [router_layers, rows, top_k]; rows is that step's token count. Needs trace_routes."""
+        import numpy as np
+
+        shape = (self.model.info.router_layers, rows, self.model.info.top_k)
+        experts, weights = np.empty(shape, np.int32), np.empty(shape, np.float32)
+        into = ffi.from_buffer("int32_t *", experts, require_writable=True), ffi.from_buffer("float *", weights, require_writable=True)
+        if lib.colibri_session_routes(self._pointer, *into, experts.size, self._error):
+            raise fail(self._error)
+        return experts, weights
+
+    def expert_counts(self) -> npt.NDArray[np.uint64]:
+        """Tokens each expert has had since the session was opened [layers, experts]."""
+        import numpy as np
+
+        counts = np.zeros((self.model.info.layers, self.model.info.experts), np.uint64)
+        err = ffi.new("colibri_error *")
+        into = ffi.from_buffer("uint64_t *", counts, require_writable=True)
+        if lib.colibri_session_expert_counts(self._pointer, into, counts.size, err):
+            raise fail(err)
+        return counts
+
+    def lane_bind(self, lane: int, *, pid: int, pidfd: int) -> None:
+        """Binds an EMPTY or DEAD lane to the process that will run it, before it attaches; pidfd -1: a thread of this process."""
+        err = ffi.new("colibri_error *")
+        if lib.colibri_lane_bind(self._pointer, lane, pid, pidfd, err):
+            raise fail(err)
+
+    def lane_leave(self, lane: int) -> None:
+        """Asks a lane to leave at the next step boundary."""
+        self._lane_call(lane, lib.colibri_lane_leave(self._pointer, lane))
+
+    def lane_dead(self, lane: int) -> None:
+        """Says that a lane's process has been seen to end; the lane becomes EMPTY."""
+        self._lane_call(lane, lib.colibri_lane_dead(self._pointer, lane))
+
+    def lane_state(self, lane: int) -> int:
+        """LANE_EMPTY, LANE_READY, LANE_ACTIVE, LANE_LEAVING or LANE_DEAD."""
+        return self._lane_call(lane, lib.colibri_lane_get_state(self._pointer, lane))
+
+    def lane_tasks(self, lane: int) -> int:
+        """Tasks a lane has completed since it attached."""
+        return lib.colibri_lane_tasks(self._pointer, lane)
+
+    def _lane_call(self, lane: int, status: int) -> int:
+        if status < 0:
+            raise EngineError(status, f"lane {lane} of {self.options.max_lanes}: refused in its present state or out of range")
+        return status
+
+
+class Worker(_User):
+    """A lane's side of a team, usually in another process than the session."""
+
+    _kind = "worker"
+
+    def __init__(self, model: Model, team_fd: int, arena_fd: int) -> None:
+        out, err = ffi.new("colibri_worker **"), ffi.new("colibri_error *")
+        if lib.colibri_worker_attach(model._pointer, team_fd, arena_fd, out, err):
+            raise fail(err)
+        super().__init__(out[0], lib.colibri_worker_detach, model)
+
+    def run(self, lane: int, *, cpu: int = -1) -> None:
+        """Computes on the calling thread, the GIL released, until the lane is asked to leave. cpu >= 0 pins the thread first."""
+        err = ffi.new("colibri_error *")
+        if lib.colibri_worker_run(self._pointer, lane, cpu, err):
+            raise fail(err)
+
+    def detach(self) -> None:
+        """Unmaps the segments, once no thread runs a lane."""
+        self.close()
