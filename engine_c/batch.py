@@ -79,8 +79,8 @@ class BatchBuffers:
         for i, w in enumerate(work):
             chunk = [rows[j] for j in range(at, at + w.n_logits)]
             at += w.n_logits
-            bad = status[i] != 0 or any(row.status for row in chunk)
-            results.append(SeqResult(False, self._sentence(w, chunk), ()) if bad else SeqResult(True, "", tuple(map(_row, chunk))))
+            bad = status[i] != 0 or any([row.status for row in chunk])
+            results.append(SeqResult(False, self._sentence(w, chunk), ()) if bad else SeqResult(True, "", tuple([_row(row) for row in chunk])))
         return results
 
     def _sentence(self, w: SeqWork, chunk: list[Row]) -> str:
