@@ -79,8 +79,11 @@ class BatchBuffers:
         for i, w in enumerate(work):
             chunk = [rows[j] for j in range(at, at + w.n_logits)]
             at += w.n_logits
-            bad = status[i] != 0 or any([row.status for row in chunk])
-            results.append(SeqResult(False, self._sentence(w, chunk), ()) if bad else SeqResult(True, "", tuple([_row(row) for row in chunk])))
+            bad = [row for row in chunk if row.status]
+            if bad or status[i]:
+                results.append(SeqResult(False, self._sentence(w, chunk), ()))
+            else:
+                results.append(SeqResult(True, "", tuple([_row(row) for row in chunk])))
         return results
 
     def _sentence(self, w: SeqWork, chunk: list[Row]) -> str:
