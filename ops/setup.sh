@@ -53,9 +53,8 @@ install_base() {
 
 # After a change of C sources: no pip, no network.
 build_engine() {
-  "$VENV/bin/python" -c 'import setuptools' 2>/dev/null || install_requirements setuptools
   echo "building the C engine"
-  quietly "building the C engine" "$VENV/bin/python" setup.py -q build_ext --inplace --force
+  quietly "building the C engine" "$VENV/bin/python" engine_c/build_engine.py
 }
 
 build_stubs() {

@@ -1,0 +1,1 @@
+"""Command line, converters and tools around the engine."""

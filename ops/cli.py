@@ -1,0 +1,57 @@
+"""Entry point of the `colibri` command.
+
+Exit codes: 0 success, 1 the command failed, 2 it was called wrongly, 130 interrupted. Every error is one line on stderr.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+import typer
+
+from ops.commands import bench, chat, convert, generate, inspect, logits, serve, verify, version
+from ops.commands.common import describe_failure
+
+app = typer.Typer(
+    name="colibri",
+    help="Mixture-of-experts inference on CPUs, over gRPC.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+for module in (serve, generate, chat, convert, inspect, verify, logits, bench, version):
+    module.register(app)
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command line (default: sys.argv) and returns its exit code. Only a bug of ours leaves it as an exception."""
+    try:
+        code = app(args=arguments, prog_name="colibri", standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except (KeyboardInterrupt, typer.Abort):
+        return 128 + signal.SIGINT
+    except BrokenPipeError:
+        # The reader of our output has gone (`colibri ... | head`). Keep the interpreter from flushing into it at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except Exception as failure:
+        described = describe_failure(failure)
+        if described is None:
+            raise
+        code, message = described
+        if message:
+            print(f"colibri: {message}", file=sys.stderr)
+        return code
+
+
+def main() -> None:
+    """The console script."""
+    sys.exit(run())
+
+
+if __name__ == "__main__":
+    main()

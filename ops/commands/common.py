@@ -1,0 +1,95 @@
+"""What the commands share: errors as one line, model names, number lists, output that suits a terminal or a pipe."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+USAGE, FAILURE = 2, 1
+
+# Exceptions whose sentence is meant for the user. Looked up only in modules already imported: what a command did not import it cannot
+# have raised.
+_USER_ERRORS = (
+    ("engine_c", "EngineError"),
+    ("ops.container", "ContainerError"),
+    ("ops.convert", "ConvertError"),
+    ("ops.logits", "LogitsError"),
+    ("ops.models", "ModelError"),
+    ("service.config", "ConfigError"),
+    ("workers.supervisor", "SupervisorError"),
+    ("workers.team", "TeamError"),
+)
+
+
+class CommandError(Exception):
+    """A command failed; the sentence names the thing and the remedy."""
+
+
+def describe_failure(failure: Exception) -> tuple[int, str] | None:
+    """(exit code, sentence) of an expected failure; None if it is a bug and deserves its traceback."""
+    if isinstance(failure, CommandError):
+        return FAILURE, str(failure)
+    if callable(message := getattr(failure, "format_message", None)):  # typer's usage errors
+        return int(getattr(failure, "exit_code", USAGE)), " ".join(str(message()).split())
+    for module, name in _USER_ERRORS:
+        kind = getattr(sys.modules.get(module), name, None)
+        if kind is not None and isinstance(failure, kind):
+            return FAILURE, " ".join(str(failure).split())
+    if (grpc := sys.modules.get("grpc")) is not None and isinstance(failure, grpc.RpcError):
+        return FAILURE, describe_rpc(failure)
+    if isinstance(failure, OSError):
+        where = f"{failure.filename}: " if failure.filename else ""
+        return FAILURE, f"{where}{failure.strerror or failure}"
+    return None
+
+
+def describe_rpc(failure: Exception) -> str:
+    """A gRPC failure as a sentence with its status code."""
+    code, details = getattr(failure, "code", None), getattr(failure, "details", None)
+    name = code().name if callable(code) and code() is not None else "UNKNOWN"
+    sentence = details() if callable(details) else str(failure)
+    remedy = " (is the server running? start one with `colibri serve`)" if name == "UNAVAILABLE" else ""
+    return f"{name}: {sentence}{remedy}"
+
+
+def container_path(path: Path) -> Path:
+    """Checks that a container is there, so that the error is ours and short."""
+    if not path.is_file():
+        what = "is a directory, not a container" if path.is_dir() else "does not exist"
+        raise CommandError(f"{path} {what}; make one with `colibri convert SRC OUT.colibri`")
+    return path
+
+
+def parse_ints(text: str, *, option: str) -> list[int]:
+    """'1,2,3' or '1 2 3' as a list; '@file' reads it from a file."""
+    if text.startswith("@"):
+        text = Path(text[1:]).read_text(encoding="utf-8")
+    try:
+        numbers = [int(word) for word in text.replace(",", " ").split()]
+    except ValueError as cause:
+        raise typer.BadParameter(f"{option} takes whole numbers separated by commas: {cause}") from None
+    if not numbers:
+        raise typer.BadParameter(f"{option} is empty")
+    return numbers
+
+
+def console() -> Console:
+    """A rich console on stdout that is plain when stdout is not a terminal."""
+    from rich.console import Console
+
+    return Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+
+
+def human_bytes(count: float) -> str:
+    """1536 -> '1.5 KiB'."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"

@@ -1,0 +1,74 @@
+"""`colibri convert`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ops.commands.common import CommandError, console, human_bytes
+
+Progress = Callable[[int, int, str], None]
+
+
+class Quant(StrEnum):
+    """Weight formats; docs/models.md says what each keeps."""
+
+    F32 = "f32"
+    BF16 = "bf16"
+    INT8 = "int8"
+    INT4 = "int4"
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command."""
+
+    @app.command(help="Convert a Hugging Face directory or a GGUF file to a .colibri container.")
+    def convert(
+        source: Annotated[Path, typer.Argument(metavar="SRC", help="Directory with config.json and safetensors, or a .gguf file.")],
+        out: Annotated[Path, typer.Argument(metavar="OUT.colibri")],
+        quant: Annotated[Quant, typer.Option(help="Weight format.")] = Quant.INT8,
+        upcycle: Annotated[str | None, typer.Option(help="Turn a dense model into experts, for instance pairs=4.")] = None,
+        descriptor: Annotated[Path | None, typer.Option(help="A family table of your own (docs/models.md).")] = None,
+        force: Annotated[bool, typer.Option(help="Replace OUT if it exists.")] = False,
+        quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
+    ) -> None:
+        check_paths(source, out, force=force)
+        with progress_bar(f"converting {source.name}", quiet=quiet) as progress:
+            from ops.convert import convert as run
+
+            report = run(source, out, quant=quant.value, upcycle=upcycle, descriptor=descriptor, progress=progress)
+        if not quiet:
+            console().print(f"{out}: {human_bytes(out.stat().st_size)}, {report}")
+
+
+def check_paths(source: Path, out: Path, *, force: bool) -> None:
+    """Refuses what cannot work before any work is done."""
+    if not source.exists():
+        raise CommandError(f"{source} does not exist; give a Hugging Face directory or a .gguf file")
+    if out.is_dir():
+        raise CommandError(f"{out} is a directory; name the file to write, for instance {out / (source.stem + '.colibri')}")
+    if out.exists() and not force:
+        raise CommandError(f"{out} exists; remove it or add --force")
+    if not out.parent.is_dir():
+        raise CommandError(f"{out.parent} is not a directory; make it first")
+
+
+@contextmanager
+def progress_bar(title: str, *, quiet: bool = False) -> Iterator[Progress | None]:
+    """A callback (done bytes, total bytes, what) shown as a bar on a terminal; None when quiet or not on a terminal."""
+    if quiet or not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress as Bar, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn(), TextColumn("{task.fields[item]}"))
+    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(title, total=None, item="")
+        yield lambda done, total, item: bar.update(task, completed=done, total=total, item=item)

