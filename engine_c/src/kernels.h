@@ -115,6 +115,8 @@ const colibri_kernels *colibri_kernels_avx512(void);
 const colibri_kernels *colibri_kernels_neon(void);
 /* The selected table (colibri_isa_select), selecting the default on first use; never NULL. */
 const colibri_kernels *colibri_kernels_get(void);
+/* colibri_isa_select(NULL) unless a set has been selected already: what opening a model or session calls. */
+int colibri_isa_ensure(colibri_error *err);
 
 /* The exponential all kernels share, exact sequence of operations in kernels_generic.c: colibri_expf(-inf) = 0, no other special case needed. */
 float colibri_expf(float x);
