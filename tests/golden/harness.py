@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,10 +19,13 @@ from workers.team import Team, TeamConfig
 
 MODELS = Path(__file__).parent / "models"
 NAMES = tuple(sorted(path.name for path in MODELS.iterdir()))
+F32_BOUND = 2e-4  # of f32 logits to transformers', in units of max|logit|: the promise
+WEIGHT_BOUND = 1e-5  # of router weights, absolute
 KV_BLOCKS = 64  # of the sessions below: room for many short sequences at once
 
 F32 = NDArray[np.float32]
 I32 = NDArray[np.int32]
+Containers = Callable[[str, str], Path]  # the fixture `container` of tests/conftest.py
 
 
 @dataclass(frozen=True)
@@ -99,7 +103,7 @@ def threads(path: Path, *, lanes: int, kv_format: str = "f32") -> Iterator[engin
         session = engine_c.Session(model, options(max_lanes=lanes, kv_format=kv_format))
         stack.callback(session.close)
         for lane in range(lanes):
-            session.lane_bind(lane, pid=0, pidfd=-1)
+            session.lane_bind(lane, pid=os.getpid(), pidfd=-1)
             worker = engine_c.Worker(model, session.team_fd, session.arena_fd)
             stack.callback(worker.detach)
             thread = threading.Thread(target=worker.run, args=(lane,))

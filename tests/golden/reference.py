@@ -221,7 +221,7 @@ def from_container(path: Path, *, kv_format: str = "f32") -> Model:
         formats = {entry["name"]: entry.get("format", "f32") for entry in descriptor["tensors"]}
 
         def get(name: str) -> Array:
-            return np.asarray(container.dequantise(name), np.float64)
+            return np.asarray(container.dequantise(name)[0], np.float64)
 
         embed = get("embed")
         return Model(
@@ -248,7 +248,7 @@ def from_container(path: Path, *, kv_format: str = "f32") -> Model:
 
 def _container_layer(container: Any, arch: Mapping[str, Any], formats: Mapping[str, str], prefix: str) -> Layer:
     def get(name: str) -> Array:
-        return np.asarray(container.dequantise(prefix + name), np.float64)
+        return np.asarray(container.dequantise(prefix + name)[0], np.float64)
 
     heads, kv = arch["heads"] * arch["head_dim"], arch["kv_heads"] * arch["head_dim"]
     q, k, v = np.split(get("qkv"), [heads, heads + kv])

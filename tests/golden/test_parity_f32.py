@@ -6,12 +6,10 @@ import numpy as np
 import pytest
 
 from tests.golden import harness
-from tests.golden.conftest import Containers
+from tests.golden.harness import Containers
 
 CHUNKS = (1, 5, 16, 64)
 WORKERS = (0, 1, 2, 3)
-# The promise. Measured 0.6e-6 to 3e-6: float32 rounding on both sides.
-LOGITS_BOUND = 2e-4
 
 
 @pytest.mark.parametrize("name", harness.NAMES)
@@ -20,9 +18,9 @@ def test_f32_equals_transformers(name: str, container: Containers) -> None:
     with harness.team(container(name, "f32"), workers=0) as session:
         trace = harness.run(session, vectors.tokens, chunk=16)
         continuation = harness.greedy(session, vectors.tokens, len(vectors.greedy))
-    assert harness.distance(trace.logits, vectors.logits) < LOGITS_BOUND
+    assert harness.distance(trace.logits, vectors.logits) < harness.F32_BOUND
     np.testing.assert_array_equal(trace.experts, vectors.experts)
-    np.testing.assert_allclose(trace.weights, vectors.weights, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(trace.weights, vectors.weights, rtol=0, atol=harness.WEIGHT_BOUND)
     assert continuation == vectors.greedy.tolist()
 
 

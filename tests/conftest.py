@@ -1,4 +1,4 @@
-"""Containers made from the golden checkpoints, one conversion a session."""
+"""Fixtures that several folders of tests share."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from ops.convert import convert
-from tests.golden import harness
-
-Containers = Callable[[str, str], Path]
-
 
 @pytest.fixture(scope="session")
-def container(tmp_path_factory: pytest.TempPathFactory) -> Containers:
-    """container(name, quant): the path of the golden checkpoint `name` converted to `quant`."""
+def container(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+    """container(name, quant): the golden checkpoint `name` converted to `quant`, once a session."""
+    from ops.convert import convert
+    from tests.golden import harness
+
     folder = tmp_path_factory.mktemp("containers")
 
     @functools.cache
