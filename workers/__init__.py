@@ -1,0 +1,1 @@
+"""Worker processes: what the machine offers, who computes where, shared segments, supervision."""
