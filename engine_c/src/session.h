@@ -1,0 +1,45 @@
+/* session.h - the front end's side of a team (internal). */
+#ifndef COLIBRI_SESSION_H
+#define COLIBRI_SESSION_H
+
+#include <pthread.h>
+
+#include "router.h"
+#include "team.h"
+
+typedef struct colibri_lane_process { int pid, pidfd; } colibri_lane_process; /* pidfd -1: none */
+
+struct colibri_session {
+  const colibri_model *model;
+  colibri_session_options options;
+  int team_fd, arena_fd;
+  colibri_team *team;
+  char *arena_map;
+  uint64_t arena_bytes;
+  colibri_lane_env env;      /* the front end's own lane, index max_lanes */
+  pthread_mutex_t lock;      /* guards processes[]; never held while computing */
+  colibri_lane_process *processes; /* [max_lanes] */
+  /* the running step; owned by the stepping thread */
+  int active[256];           /* lanes of this step */
+  int n_active;              /* workers' lanes in active[] */
+  int32_t n_rows, n_logits, n_seqs;
+  uint64_t generation;
+  colibri_step_stats stats;
+  /* routing */
+  int32_t *route_ids;        /* [max_rows * top_k], or [router_layers][max_rows][top_k] when traced */
+  float *route_weights;
+  uint8_t *route_bad;        /* [max_rows] */
+  int32_t *expert_at;        /* [experts] write cursors of the dispatcher */
+  uint64_t *expert_counts;   /* [layers][experts] */
+};
+
+/* Looks whether processes of active lanes have ended; their lanes get a new epoch. Returns how many were found dead. */
+int colibri_session_reap(colibri_session *s);
+/* Kills the processes of active lanes that hold a task of generation g. */
+void colibri_session_kill_holders(colibri_session *s, uint64_t g, int n_tasks);
+
+/* Phases (phase.c). */
+/* Publishes a phase of the tasks already written to team->tasks, works on it and waits until all are done. */
+void colibri_phase_run(colibri_session *s, int op, int layer, int n_tasks, int fused_kv);
+
+#endif

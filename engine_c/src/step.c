@@ -1,0 +1,341 @@
+/* step.c - one step: take the batch in, run all layers phase by phase, give the results out. */
+#include <math.h>
+#include <string.h>
+
+#include "session.h"
+
+#define INLINE_ROWS 2          /* so few rows are prepared by the front end itself: cheaper than a phase */
+#define ROW_BLOCK_BYTES 400000 /* activations one matrix task keeps in cache (measured) */
+#define SMALL_MATRIX_BYTES 262144 /* weights a lane streams in one piece; more is cut in two so that a late lane can be helped */
+
+/* ---------------------------------------------------------------- checks */
+
+static int check_seq(const colibri_session *s, const colibri_batch *b, int n, const int32_t *tokens, const int32_t *blocks, colibri_error *err) {
+  const colibri_seq *q = &b->seqs[n];
+  const colibri_model_info *i = &s->model->info;
+  const colibri_sampling *p = &q->sampling;
+  if (q->n_rows < 1 || q->start < 0 || (int64_t)q->start + q->n_rows > i->max_context)
+    return colibri_fail(err, COLIBRI_EINVAL, "sequence %d: positions %d..%lld are outside the model's context of %d", n, q->start,
+                        (long long)q->start + q->n_rows - 1, i->max_context);
+  if (q->n_logits < 0 || q->n_logits > q->n_rows)
+    return colibri_fail(err, COLIBRI_EINVAL, "sequence %d: n_logits %d must be 0..%d", n, q->n_logits, q->n_rows);
+  if ((int64_t)q->n_blocks * COLIBRI_KV_BLOCK < (int64_t)q->start + q->n_rows || q->n_blocks > s->env.arena.dims.max_blocks)
+    return colibri_fail(err, COLIBRI_EINVAL, "sequence %d: %d KV blocks do not fit %lld positions", n, q->n_blocks, (long long)q->start + q->n_rows);
+  if (q->n_history < 0 || q->n_history > i->max_context)
+    return colibri_fail(err, COLIBRI_EINVAL, "sequence %d: n_history %d must be 0..%d", n, q->n_history, i->max_context);
+  for (int r = 0; r < q->n_rows; r++)
+    if (tokens[r] < 0 || tokens[r] >= i->vocab)
+      return colibri_fail(err, COLIBRI_EINVAL, "sequence %d: token %d is outside the vocabulary of %d", n, tokens[r], i->vocab);
+  for (int k = 0; k < q->n_blocks; k++)
+    if (blocks[k] < 0 || blocks[k] >= s->options.kv_blocks)
+      return colibri_fail(err, COLIBRI_EINVAL, "sequence %d: KV block %d is outside the pool of %d", n, blocks[k], s->options.kv_blocks);
+  if (!(p->temperature >= 0 && p->temperature <= 1e6f) || !(p->top_p > 0 && p->top_p <= 1) || !(p->min_p >= 0 && p->min_p < 1) || p->top_k < 0 ||
+      !(p->repetition_penalty > 0 && p->repetition_penalty <= 1e6f) || p->top_logprobs < 0 || p->top_logprobs > COLIBRI_MAX_TOP_LOGPROBS)
+    return colibri_fail(err, COLIBRI_EINVAL, "sequence %d: a sampling parameter is out of range (colibri.h, colibri_sampling)", n);
+  return COLIBRI_OK;
+}
+
+static int check_ids(const int32_t *ids, int64_t n, int32_t low, int32_t end, const char *what, colibri_error *err) {
+  for (int64_t k = 0; k < n; k++)
+    if (ids[k] < low || ids[k] >= end) return colibri_fail(err, COLIBRI_EINVAL, "%s %d is outside the vocabulary of %d", what, ids[k], end);
+  return COLIBRI_OK;
+}
+
+static int check_batch(const colibri_session *s, const colibri_batch *b, colibri_error *err) {
+  int64_t rows = 0, blocks = 0, logits = 0, history = 0;
+  int rc = COLIBRI_OK;
+  if (b->n_seqs < 1 || b->n_seqs > s->options.max_seqs)
+    return colibri_fail(err, COLIBRI_EINVAL, "a batch of %d sequences: the session was opened for 1..%d", b->n_seqs, s->options.max_seqs);
+  for (int n = 0; n < b->n_seqs && !rc; n++) {
+    rc = check_seq(s, b, n, b->tokens + rows, b->blocks + blocks, err);
+    rows += b->seqs[n].n_rows, blocks += b->seqs[n].n_blocks, logits += b->seqs[n].n_logits, history += b->seqs[n].n_history;
+    if (!rc && (rows > s->options.max_rows || logits > s->options.max_logit_rows))
+      rc = colibri_fail(err, COLIBRI_EINVAL, "a batch of %lld rows with %lld rows of logits: the session was opened for %d and %d", (long long)rows,
+                        (long long)logits, s->options.max_rows, s->options.max_logit_rows);
+  }
+  if (!rc && history && !b->history) rc = colibri_fail(err, COLIBRI_EINVAL, "n_history is %lld but history is NULL", (long long)history);
+  if (!rc && history) rc = check_ids(b->history, history, 0, s->model->info.vocab, "history token", err);
+  if (!rc && b->targets) rc = check_ids(b->targets, logits, -1, s->model->info.vocab, "target token", err);
+  return rc;
+}
+
+/* ---------------------------------------------------------------- taking the batch in */
+
+static void take_rows(const colibri_session *s, const colibri_step_seq *q, int n) {
+  const colibri_arena *a = &s->env.arena;
+  for (int r = 0; r < q->n_rows; r++) {
+    a->positions[q->first_row + r] = q->start + r;
+    a->row_seq[q->first_row + r] = n;
+  }
+  for (int r = 0; r < q->n_logits; r++) a->logit_rows[q->first_logit + r] = q->first_row + q->n_rows - q->n_logits + r;
+}
+
+static void take_batch(colibri_session *s, const colibri_batch *b) {
+  colibri_arena *a = &s->env.arena;
+  int32_t row = 0, logit = 0, block = 0, history = 0;
+  for (int n = 0; n < b->n_seqs; n++) {
+    const colibri_seq *q = &b->seqs[n];
+    a->seqs[n] = (colibri_step_seq){.first_row = row, .n_rows = q->n_rows, .start = q->start, .first_logit = logit, .n_logits = q->n_logits,
+                                    .first_block = block, .first_history = history, .n_history = q->n_history, .sampling = q->sampling};
+    take_rows(s, &a->seqs[n], n);
+    row += q->n_rows, logit += q->n_logits, block += q->n_blocks, history += q->n_history;
+  }
+  memcpy(a->tokens, b->tokens, sizeof(int32_t) * (size_t)row);
+  memcpy(a->blocks, b->blocks, sizeof(int32_t) * (size_t)block);
+  if (history) memcpy(a->history, b->history, sizeof(int32_t) * (size_t)history);
+  for (int n = 0; n < logit; n++) a->targets[n] = b->targets ? b->targets[n] : -1;
+  memset(a->row_error, 0, sizeof(uint32_t) * (size_t)row);
+  s->n_seqs = b->n_seqs, s->n_rows = row, s->n_logits = logit;
+}
+
+/* cos and sin of each row's angles, in f32 like the reference: angle = position * inv_freq. */
+static void fill_rotary(const colibri_session *s) {
+  const colibri_model *m = s->model;
+  int half = m->rope_dims / 2;
+  for (int row = 0; row < s->n_rows; row++) {
+    float *c = s->env.arena.cos_sin + (int64_t)row * m->rope_dims;
+    for (int i = 0; i < half; i++) {
+      float angle = (float)s->env.arena.positions[row] * m->inv_freq[i];
+      c[i] = cosf(angle) * m->rope_scale;
+      c[half + i] = sinf(angle) * m->rope_scale;
+    }
+  }
+}
+
+/* Lanes join here: every READY lane becomes part of the step. */
+static void gather_lanes(colibri_session *s) {
+  s->n_active = 0;
+  for (int lane = 0; lane < s->options.max_lanes; lane++) {
+    colibri_lane *l = &s->team->lanes[lane];
+    uint32_t ready = COLIBRI_LANE_READY;
+    int in = atomic_compare_exchange_strong(&l->state, &ready, COLIBRI_LANE_ACTIVE) || ready == COLIBRI_LANE_ACTIVE;
+    atomic_store_explicit(&l->rank, in ? s->n_active : -1, memory_order_relaxed);
+    if (in) s->active[s->n_active++] = lane;
+  }
+}
+
+/* ---------------------------------------------------------------- cutting phases into tasks */
+
+static void put_task(colibri_session *s, int t, int a0, int a1, int b0, int b1, int e) {
+  s->team->tasks[t] = (colibri_task){a0, a1, b0, b1, e};
+}
+
+static int lanes_of(const colibri_session *s) {
+  int lanes = s->n_active + s->options.front_lane;
+  return lanes ? lanes : 1;
+}
+
+static int at_most(int64_t n, int64_t limit) { return (int)(n < limit ? n : limit); }
+
+/* Rows in n nearly equal blocks. */
+static int cut_rows(colibri_session *s, int rows, int n) {
+  n = at_most(n, rows);
+  for (int t = 0; t < n; t++) put_task(s, t, (int)((int64_t)rows * t / n), (int)((int64_t)rows * (t + 1) / n), 0, 0, 0);
+  return n;
+}
+
+/* How many pieces a run over `units` panels of `bytes` in all is cut into: one a lane if small, else two. */
+static int pieces(const colibri_session *s, int units, int64_t bytes) {
+  int lanes = lanes_of(s);
+  return at_most(bytes > (int64_t)lanes * SMALL_MATRIX_BYTES ? 2 * lanes : lanes, units);
+}
+
+/* A matrix product of `rows` rows: blocks of rows whose activations stay in cache, times pieces of panels. */
+static int cut_matrix(colibri_session *s, const colibri_matrix *m, int rows) {
+  int64_t row_bytes = colibri_row_bytes(m->format, m->groups);
+  int block = at_most(ROW_BLOCK_BYTES / row_bytes > 8 ? ROW_BLOCK_BYTES / row_bytes : 8, rows);
+  int blocks = (rows + block - 1) / block;
+  int cuts = pieces(s, m->panels, (int64_t)m->panels * m->groups * colibri_block_bytes(m->format));
+  while (blocks > 1 && blocks * cuts > COLIBRI_MAX_TASKS) blocks--;
+  for (int c = 0, t = 0; c < cuts; c++)
+    for (int r = 0; r < blocks; r++, t++)
+      put_task(s, t, (int)((int64_t)rows * r / blocks), (int)((int64_t)rows * (r + 1) / blocks), (int)((int64_t)m->panels * c / cuts),
+               (int)((int64_t)m->panels * (c + 1) / cuts), 0);
+  return blocks * cuts;
+}
+
+/* Where the next attention task starts: a task is a sequence, a KV head and a tile of rows. */
+typedef struct attention_cursor { int seq, head, row; } attention_cursor;
+
+/* 1 if no sequence has more than one tile: then each task can store the K and V of its rows itself. */
+static int one_tile_each(const colibri_session *s) {
+  int tile = colibri_attend_rows(&s->model->info);
+  for (int n = 0; n < s->n_seqs; n++)
+    if (s->env.arena.seqs[n].n_rows > tile) return 0;
+  return 1;
+}
+
+/* Fills the task list from the cursor on, as far as it goes. */
+static int cut_attention(colibri_session *s, attention_cursor *c) {
+  const colibri_arena *a = &s->env.arena;
+  int tile = colibri_attend_rows(&s->model->info), t = 0;
+  while (c->seq < s->n_seqs && t < COLIBRI_MAX_TASKS) {
+    const colibri_step_seq *q = &a->seqs[c->seq];
+    int first = q->first_row + c->row, rows = q->n_rows - c->row < tile ? q->n_rows - c->row : tile;
+    put_task(s, t++, first, first + rows, c->head, c->head + 1, c->seq);
+    c->row += rows;
+    if (c->row < q->n_rows) continue;
+    c->row = 0;
+    if (++c->head == s->model->info.kv_heads) c->head = 0, c->seq++;
+  }
+  return t;
+}
+
+/* ---------------------------------------------------------------- phases */
+
+/* A phase, or, for very few rows, the same task on this thread. */
+static void run_rows(colibri_session *s, int op, int layer, int rows) {
+  if (rows > INLINE_ROWS) {
+    colibri_phase_run(s, op, layer, cut_rows(s, rows, 2 * lanes_of(s)), 0);
+    return;
+  }
+  uint64_t t = colibri_now_ns();
+  colibri_phase phase = {.op = op, .layer = layer};
+  colibri_task task = {.a0 = 0, .a1 = rows};
+  colibri_task_run(&s->env, &phase, &task);
+  s->stats.serial_ns += colibri_now_ns() - t;
+}
+
+/* All sequences' attention; a batch too large for one task list takes several phases. */
+static void run_attention(colibri_session *s, int layer) {
+  attention_cursor c = {0, 0, 0};
+  int fused = one_tile_each(s);
+  if (!fused) colibri_phase_run(s, OP_STORE_KV, layer, cut_rows(s, s->n_rows, 4 * lanes_of(s)), 0);
+  while (c.seq < s->n_seqs) colibri_phase_run(s, OP_ATTEND, layer, cut_attention(s, &c), fused);
+}
+
+/* ---------------------------------------------------------------- the router and the dispatcher */
+
+static void note_bad_rows(colibri_session *s, int layer) {
+  for (int row = 0; row < s->n_rows; row++)
+    if (s->route_bad[row] && !s->env.arena.row_error[row]) s->env.arena.row_error[row] = (uint32_t)layer + 1;
+}
+
+/* Packs each expert's tokens into a mini-batch: pairs in expert order, rows ascending. */
+static void dispatch(colibri_session *s, int layer, const int32_t *ids, const float *weights) {
+  const colibri_arena *a = &s->env.arena;
+  int experts = s->model->info.experts, k = s->model->info.top_k;
+  int64_t n = (int64_t)s->n_rows * k;
+  memset(s->expert_at, 0, sizeof(int32_t) * (size_t)experts);
+  for (int64_t i = 0; i < n; i++) s->expert_at[ids[i]]++;
+  int32_t at = 0;
+  for (int e = 0; e < experts; e++) {
+    int32_t count = s->expert_at[e];
+    uint64_t *total = &s->expert_counts[(int64_t)layer * experts + e];
+    __atomic_store_n(total, *total + (uint64_t)count, __ATOMIC_RELAXED);
+    a->expert_first[e] = s->expert_at[e] = at;
+    at += count;
+  }
+  a->expert_first[experts] = at;
+  for (int64_t i = 0; i < n; i++) {
+    int32_t pair = s->expert_at[ids[i]]++;
+    a->pair_row[pair] = (int32_t)(i / k);
+    a->pair_weight[pair] = weights[i];
+  }
+}
+
+static void route(colibri_session *s, int layer, int *router_layer) {
+  uint64_t t = colibri_now_ns();
+  const colibri_model_info *i = &s->model->info;
+  int64_t at = s->options.trace_routes ? (int64_t)*router_layer * s->options.max_rows * i->top_k : 0;
+  int32_t *ids = s->route_ids + at;
+  float *weights = s->route_weights + at;
+  if (s->model->layers[layer].router) {
+    colibri_route(&s->model->router, s->env.kernels, s->env.arena.gate, i->experts, s->n_rows, ids, weights, s->route_bad);
+    note_bad_rows(s, layer);
+    ++*router_layer;
+  } else {
+    for (int row = 0; row < s->n_rows; row++) ids[row] = 0, weights[row] = 1.0f;
+  }
+  dispatch(s, layer, ids, weights);
+  s->stats.serial_ns += colibri_now_ns() - t;
+}
+
+/* Each expert's mini-batch in as many pieces of neurons as its share of the work is of all lanes' (two pieces a lane in all). */
+static int cut_experts(colibri_session *s, int layer) {
+  const colibri_arena *a = &s->env.arena;
+  const colibri_expert *x = s->model->layers[layer].experts;
+  int experts = s->model->info.experts, units = x->gate_up.panels / 2, t = 0;
+  int64_t total = 0, want = 2 * lanes_of(s);
+  for (int e = 0; e < experts; e++) total += a->expert_first[e + 1] > a->expert_first[e] ? 8 + a->expert_first[e + 1] - a->expert_first[e] : 0;
+  for (int e = 0; e < experts; e++) {
+    int rows = a->expert_first[e + 1] - a->expert_first[e];
+    if (!rows) continue;
+    int cuts = (int)(((8 + rows) * want + total / 2) / total);
+    cuts = at_most(cuts < 1 ? 1 : cuts, units);
+    for (int c = 0; c < cuts; c++, t++)
+      put_task(s, t, a->expert_first[e], a->expert_first[e + 1], (int)((int64_t)units * c / cuts), (int)((int64_t)units * (c + 1) / cuts), e);
+  }
+  return t;
+}
+
+static int cut_down(colibri_session *s, int layer) {
+  const colibri_matrix *m = &s->model->layers[layer].experts[0].down;
+  int64_t bytes = (int64_t)m->panels * m->groups * colibri_block_bytes(m->format) * s->model->info.top_k;
+  int cuts = pieces(s, m->panels, bytes);
+  for (int c = 0; c < cuts; c++)
+    put_task(s, c, 0, s->n_rows, (int)((int64_t)m->panels * c / cuts), (int)((int64_t)m->panels * (c + 1) / cuts), 0);
+  return cuts;
+}
+
+/* ---------------------------------------------------------------- the layer loop */
+
+static void run_layer(colibri_session *s, int layer, int *router_layer) {
+  const colibri_layer *l = &s->model->layers[layer];
+  int rows = s->n_rows;
+  run_rows(s, OP_PREPARE_ATTENTION, layer, rows);
+  colibri_phase_run(s, OP_QKV, layer, cut_matrix(s, &l->qkv, rows), 0);
+  run_attention(s, layer);
+  run_rows(s, OP_PREPARE_O, layer, rows);
+  colibri_phase_run(s, OP_O, layer, cut_matrix(s, &l->o, rows), 0);
+  run_rows(s, OP_PREPARE_MOE, layer, rows);
+  route(s, layer, router_layer);
+  colibri_phase_run(s, OP_GATE_UP, layer, cut_experts(s, layer), 0);
+  colibri_phase_run(s, OP_DOWN, layer, cut_down(s, layer), 0);
+}
+
+static void run_head(colibri_session *s) {
+  int layers = s->model->info.layers;
+  if (!s->n_logits) return;
+  run_rows(s, OP_PREPARE_HEAD, layers, s->n_logits);
+  colibri_phase_run(s, OP_HEAD, layers, cut_matrix(s, &s->model->head, s->n_logits), 0);
+  colibri_phase_run(s, OP_SAMPLE, layers, cut_rows(s, s->n_logits, at_most(s->n_logits, 1024)), 0);
+}
+
+/* A sequence with a bad row is bad from there on: later rows have seen its keys and values. */
+static void give_results(const colibri_session *s, colibri_row_result *results, int32_t *seq_status) {
+  const colibri_arena *a = &s->env.arena;
+  if (s->n_logits) memcpy(results, a->results, sizeof *results * (size_t)s->n_logits);
+  for (int n = 0; n < s->n_seqs; n++) {
+    const colibri_step_seq *q = &a->seqs[n];
+    int32_t status = COLIBRI_OK, error = 0;
+    for (int r = 0; r < q->n_rows; r++) {
+      int logit = q->first_logit + r - (q->n_rows - q->n_logits);
+      if (!error) error = (int32_t)a->row_error[q->first_row + r];
+      if (error) status = COLIBRI_ENUMERIC;
+      if (r < q->n_rows - q->n_logits) continue;
+      if (error) results[logit].status = COLIBRI_ENUMERIC, results[logit].error_layer = error - 1;
+      if (results[logit].status) status = COLIBRI_ENUMERIC;
+    }
+    if (seq_status) seq_status[n] = status;
+  }
+}
+
+int colibri_step(colibri_session *s, const colibri_batch *batch, colibri_row_result *results, int32_t *seq_status, colibri_step_stats *stats,
+                 colibri_error *err) {
+  uint64_t begin = colibri_now_ns();
+  int router_layer = 0, rc = check_batch(s, batch, err);
+  if (rc) return rc;
+  memset(&s->stats, 0, sizeof s->stats);
+  gather_lanes(s);
+  s->stats.lanes = (uint32_t)(s->n_active + s->options.front_lane);
+  if (!s->stats.lanes) return colibri_fail(err, COLIBRI_ENOLANES, "no worker is ready and the front end has no lane of its own; start workers");
+  take_batch(s, batch);
+  fill_rotary(s);
+  for (int layer = 0; layer < s->model->info.layers; layer++) run_layer(s, layer, &router_layer);
+  run_head(s);
+  give_results(s, results, seq_status);
+  s->stats.step_ns = colibri_now_ns() - begin;
+  if (stats) *stats = s->stats;
+  return COLIBRI_OK;
+}
