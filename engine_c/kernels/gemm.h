@@ -1,0 +1,73 @@
+/* gemm.h - the SIMD matrix products and the driver they share (internal). */
+#ifndef COLIBRI_GEMM_H
+#define COLIBRI_GEMM_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "kernels.h"
+
+#define COLIBRI_GEMM_ARGS \
+  const void *w, int panels, int groups, const void *const *rows, int n_rows, float *out, ptrdiff_t ld
+
+#if defined(__x86_64__)
+void colibri_gemm_f32_avx512(COLIBRI_GEMM_ARGS);
+void colibri_gemm_bf16_avx512(COLIBRI_GEMM_ARGS);
+void colibri_gemm_int8_avx512(COLIBRI_GEMM_ARGS);
+void colibri_gemm_int4_avx512(COLIBRI_GEMM_ARGS);
+void colibri_gemm_f32_avx2(COLIBRI_GEMM_ARGS);
+void colibri_gemm_bf16_avx2(COLIBRI_GEMM_ARGS);
+void colibri_gemm_int8_avx2(COLIBRI_GEMM_ARGS);
+void colibri_gemm_int4_avx2(COLIBRI_GEMM_ARGS);
+
+/* What the three above fall back to on a CPU without AVX512_BF16 or AVX512_VNNI; named here so that tests run them everywhere. */
+void colibri_gemm_bf16_avx512_plain(COLIBRI_GEMM_ARGS);
+void colibri_gemm_int8_avx512_plain(COLIBRI_GEMM_ARGS);
+void colibri_gemm_int4_avx512_plain(COLIBRI_GEMM_ARGS);
+#endif
+
+/* A tile multiplies one panel with a fixed number of rows: out[r * ld + 0..31]. While it runs it prefetches `ahead_step` bytes a group from
+ * `ahead` on (a hint, the address may lie outside the matrix). */
+typedef void (*colibri_gemm_tile)(const char *w, int groups, const void *const *rows, float *out, ptrdiff_t ld, const char *ahead,
+                                  ptrdiff_t ahead_step);
+
+typedef struct colibri_gemm_tiles {
+  int format, max_rows;                /* the tile of r rows is tile[r], 1 <= r <= max_rows */
+  ptrdiff_t near, far;                 /* bytes that a lone tile of one row, of more rows, prefetches ahead; 0: none */
+  colibri_gemm_tile tile[17];
+} colibri_gemm_tiles;
+
+/* Rows are walked in blocks whose activations stay in the second-level cache beside a panel. */
+#define COLIBRI_GEMM_ROW_BLOCK (400 * 1024)
+
+/* One panel against `n` rows, cut into the fewest tiles, as equal as possible; together they prefetch the panel that follows. */
+static inline void colibri_gemm_panel(const colibri_gemm_tiles *t, const char *w, int groups, const void *const *rows, int n, float *out, ptrdiff_t ld) {
+  ptrdiff_t block = (ptrdiff_t)colibri_block_bytes(t->format);
+  int tiles = (n + t->max_rows - 1) / t->max_rows;
+  if (tiles == 1) {
+    ptrdiff_t distance = n == 1 ? t->near : t->far;
+    t->tile[n](w, groups, rows, out, ld, w + distance, distance ? block : 0);
+    return;
+  }
+  ptrdiff_t step = (block / tiles + 63) / 64 * 64;
+  const char *next = w + block * groups;
+  for (int i = 0, r = 0; i < tiles; i++) {
+    int m = (n - r + tiles - i - 1) / (tiles - i);
+    t->tile[m](w, groups, rows + r, out + r * ld, ld, next + step * groups * i, step);
+    r += m;
+  }
+}
+
+static inline void colibri_gemm_run(const colibri_gemm_tiles *t, COLIBRI_GEMM_ARGS) {
+  int64_t row_bytes = colibri_row_bytes(t->format, groups);
+  int most = row_bytes > 0 ? (int)(COLIBRI_GEMM_ROW_BLOCK / row_bytes) / t->max_rows * t->max_rows : n_rows;
+  if (most < t->max_rows) most = t->max_rows;
+  ptrdiff_t panel_bytes = (ptrdiff_t)colibri_block_bytes(t->format) * groups;
+  for (int r = 0; r < n_rows; r += most) {
+    int n = n_rows - r < most ? n_rows - r : most;
+    for (int p = 0; p < panels; p++)
+      colibri_gemm_panel(t, (const char *)w + panel_bytes * p, groups, rows + r, n, out + r * ld + COLIBRI_PANEL * p, ld);
+  }
+}
+
+#endif
