@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent
 def stubs_are_current() -> bool:
     """True if every .proto file has a younger stub."""
     generated = list((ROOT / "colibri").rglob("*_pb2.py"))
-    sources = list((ROOT / "proto").rglob("*.proto")) + [ROOT / "proto" / "build_proto.py"]
+    sources = [*(ROOT / "proto").rglob("*.proto"), ROOT / "proto" / "build_proto.py"]
     return bool(generated) and min(f.stat().st_mtime for f in generated) >= max(f.stat().st_mtime for f in sources)
 
 

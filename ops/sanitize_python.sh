@@ -19,7 +19,8 @@ echo "asan: building the engine"
 CC=gcc COLIBRI_CFLAGS=$FLAGS COLIBRI_LDFLAGS="-fsanitize=address,undefined" "$PYTHON" engine_c/build_engine.py
 
 # Leaks are off: CPython never frees its interned objects. The runtime must come first in every process of the test.
-export LD_PRELOAD="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libubsan.so)"
+LD_PRELOAD="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libubsan.so)"
+export LD_PRELOAD
 export ASAN_OPTIONS=detect_leaks=0:abort_on_error=1 UBSAN_OPTIONS=print_stacktrace=1
 export PYTHONPATH=$TREE PYTHONMALLOC=malloc COLIBRI_SANITIZER=asan
 tests=()

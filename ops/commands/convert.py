@@ -13,7 +13,7 @@ import typer
 
 from ops.commands.common import CommandError, console, human_bytes
 
-Progress = Callable[[int, int, str], None]
+OnProgress = Callable[[int, int, str], None]
 
 
 class Quant(StrEnum):
@@ -60,15 +60,15 @@ def check_paths(source: Path, out: Path, *, force: bool) -> None:
 
 
 @contextmanager
-def progress_bar(title: str, *, quiet: bool = False) -> Iterator[Progress | None]:
-    """A callback (done bytes, total bytes, what) shown as a bar on a terminal; None when quiet or not on a terminal."""
+def progress_bar(title: str, *, quiet: bool = False) -> Iterator[OnProgress | None]:
+    """A callback (done, total, what) shown as a bar on a terminal; None when quiet or not on a terminal."""
     if quiet or not sys.stderr.isatty():
         yield None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress as Bar, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn(), TextColumn("{task.fields[item]}"))
-    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:3.0f} %"), TimeRemainingColumn())
+    with Progress(*columns, TextColumn("{task.fields[item]}"), console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(title, total=None, item="")
         yield lambda done, total, item: bar.update(task, completed=done, total=total, item=item)
