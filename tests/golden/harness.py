@@ -21,6 +21,9 @@ MODELS = Path(__file__).parent / "models"
 NAMES = tuple(sorted(path.name for path in MODELS.iterdir()))
 F32_BOUND = 2e-4  # of f32 logits to transformers', in units of max|logit|: the promise
 WEIGHT_BOUND = 1e-5  # of router weights, absolute
+# Of logits to the reference that rounds activations as the format does, and of gate logits (how far the engine may be from the best choice).
+ROUNDED_BOUND = {"f32": 2e-5, "bf16": 2e-3, "int8": 2e-3, "int4": 2e-3}
+REGRET_BOUND = {"f32": 2e-5, "bf16": 2e-3, "int8": 2e-3, "int4": 2e-3}
 KV_BLOCKS = 64  # of the sessions below: room for many short sequences at once
 
 F32 = NDArray[np.float32]
@@ -206,3 +209,70 @@ def write_checkpoint(folder: Path, config: Mapping[str, object], tensors: Mappin
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors.values():
             file.write(np.ascontiguousarray(tensor, np.float32).tobytes())
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A random Mixtral checkpoint's dimensions."""
+
+    hidden: int
+    ffn: int
+    layers: int
+    kv_heads: int
+    group: int  # query heads of a KV head
+    head_dim: int
+    experts: int
+    top_k: int
+    vocab: int
+    window: int  # 0 = all positions
+    tied: bool
+
+    def config(self) -> dict[str, object]:
+        return {
+            "architectures": ["MixtralForCausalLM"],
+            "model_type": "mixtral",
+            "hidden_act": "silu",
+            "hidden_size": self.hidden,
+            "intermediate_size": self.ffn,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.kv_heads * self.group,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "num_local_experts": self.experts,
+            "num_experts_per_tok": self.top_k,
+            "vocab_size": self.vocab,
+            "sliding_window": self.window or None,
+            "tie_word_embeddings": self.tied,
+            "max_position_embeddings": 256,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 10_000.0,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+        }
+
+    def tensors(self, seed: int) -> dict[str, F32]:
+        """Weights that keep activations near one and spread the gate logits."""
+        rng = np.random.default_rng(seed)
+        q, kv = self.kv_heads * self.group * self.head_dim, self.kv_heads * self.head_dim
+
+        def matrix(rows: int, columns: int, gain: float = 1.3) -> F32:
+            return (rng.normal(size=(rows, columns)) * gain / columns**0.5).astype(np.float32)
+
+        def norm() -> F32:
+            return rng.normal(1, 0.2, self.hidden).astype(np.float32)
+
+        out = {"model.embed_tokens.weight": matrix(self.vocab, self.hidden, self.hidden**0.5), "model.norm.weight": norm()}
+        if not self.tied:
+            out["lm_head.weight"] = matrix(self.vocab, self.hidden, 3)
+        for layer in range(self.layers):
+            prefix = f"model.layers.{layer}."
+            out |= {prefix + "input_layernorm.weight": norm(), prefix + "post_attention_layernorm.weight": norm()}
+            for name, rows in (("q", q), ("k", kv), ("v", kv)):
+                out[f"{prefix}self_attn.{name}_proj.weight"] = matrix(rows, self.hidden)
+            out[f"{prefix}self_attn.o_proj.weight"] = matrix(self.hidden, q)
+            out[f"{prefix}block_sparse_moe.gate.weight"] = matrix(self.experts, self.hidden, 2)
+            for e in range(self.experts):
+                expert = f"{prefix}block_sparse_moe.experts.{e}."
+                out |= {expert + "w1.weight": matrix(self.ffn, self.hidden), expert + "w3.weight": matrix(self.ffn, self.hidden)}
+                out[expert + "w2.weight"] = matrix(self.hidden, self.ffn)
+        return out

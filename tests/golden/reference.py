@@ -59,23 +59,39 @@ class Forward:
     experts: NDArray[np.int32]  # [router layers, T, k], by descending score
     weights: Array  # [router layers, T, k]
     gap: float  # smallest difference of two neighbouring gate logits among the k + 1 largest: below ~1e-4 choices may rightly differ
+    regret: float  # with given routes: by how much a gate logit was passed over, at most; 0 if they are the reference's own
 
 
-def forward(model: Model, tokens: Sequence[int] | NDArray[np.int32]) -> Forward:
+def forward(model: Model, tokens: Sequence[int] | NDArray[np.int32], *, routes: NDArray[np.int32] | None = None) -> Forward:
+    """Runs a prompt. `routes` [router layers, T, k]: take these experts instead of the best ones (where rounding made another choice of two
+    near ties, everything behind it differs; so one compares with the same routes, and the routes by `regret`)."""
     x = model.embed[np.asarray(tokens)]
-    experts, weights, gap = [], [], np.inf
+    experts, weights, gap, regret = [], [], np.inf, 0.0
     for layer in model.layers:
         x = x + _attention(model, layer, _rmsnorm(x, layer.attn_norm, model.eps))
         y = _rmsnorm(x, layer.ffn_norm, model.eps)
-        ids, w, layer_gap = _route(model, layer, y)
+        if layer.router is None:
+            x = x + _ffn(model, layer, y, np.zeros((len(y), 1), np.int32), np.ones((len(y), 1)))
+            continue
+        z = y @ layer.router.T
+        ids = _top_k(z, model.top_k) if routes is None else routes[len(experts)]
+        chosen = np.take_along_axis(z, ids, axis=-1)
+        w = np.exp(chosen - chosen.max(axis=-1, keepdims=True))
+        w /= w.sum(axis=-1, keepdims=True)
         x = x + _ffn(model, layer, y, ids, w)
-        if layer.router is not None:
-            experts.append(ids)
-            weights.append(w)
-            gap = min(gap, layer_gap)
+        experts.append(ids)
+        weights.append(w)
+        ordered = -np.sort(-z, axis=-1)
+        gap = min(gap, float(np.min(-np.diff(ordered[:, : model.top_k + 1], axis=-1), initial=np.inf)))
+        regret = max(regret, float(np.max(ordered[:, : model.top_k] - chosen)))
     logits = _product(model, "head", _rmsnorm(x, model.final_norm, model.eps), model.head)
     shape = (len(experts), len(x), model.top_k)
-    return Forward(logits, np.asarray(experts, np.int32).reshape(shape), np.asarray(weights, np.float64).reshape(shape), gap)
+    return Forward(logits, np.asarray(experts, np.int32).reshape(shape), np.asarray(weights, np.float64).reshape(shape), gap, regret)
+
+
+def _top_k(z: Array, k: int) -> NDArray[np.int32]:
+    """Indices of the k largest, by descending value, ties to the lower index."""
+    return np.argsort(-z, axis=-1, kind="stable")[:, :k].astype(np.int32)
 
 
 def _rmsnorm(x: Array, weight: Array, eps: float) -> Array:
@@ -108,18 +124,6 @@ def _attention(model: Model, layer: Layer, x: Array) -> Array:
     p = np.exp(scores - scores.max(axis=-1, keepdims=True))
     out = np.einsum("hqk,khd->qhd", p / p.sum(axis=-1, keepdims=True), v).reshape(rows, -1)
     return _product(model, "backbone", out, layer.o)
-
-
-def _route(model: Model, layer: Layer, y: Array) -> tuple[NDArray[np.int32], Array, float]:
-    if layer.router is None:
-        return np.zeros((len(y), 1), np.int32), np.ones((len(y), 1)), np.inf
-    z = y @ layer.router.T
-    ids = np.argsort(-z, axis=-1, kind="stable")[:, : model.top_k]
-    chosen = np.take_along_axis(z, ids, axis=-1)
-    w = np.exp(chosen - chosen[:, :1])
-    ordered = -np.sort(-z, axis=-1)[:, : model.top_k + 1]
-    gap = float(np.min(-np.diff(ordered, axis=-1), initial=np.inf))
-    return ids.astype(np.int32), w / w.sum(axis=-1, keepdims=True), gap
 
 
 def _ffn(model: Model, layer: Layer, y: Array, ids: NDArray[np.int32], weights: Array) -> Array:

@@ -14,7 +14,7 @@ ISAS = engine_c.isa_available()
 
 
 @pytest.fixture
-def each_isa() -> Iterator[None]:
+def keep_isa() -> Iterator[None]:
     """Leaves the process with the instruction set it had."""
     before = engine_c.isa_name()
     yield
@@ -31,7 +31,7 @@ def test_the_specification_is_among_them() -> None:
     assert "generic" in ISAS
 
 
-@pytest.mark.usefixtures("each_isa")
+@pytest.mark.usefixtures("keep_isa")
 @pytest.mark.parametrize("kv_format", ["f32", "bf16"])
 @pytest.mark.parametrize("quant", ["f32", "int8", "int4"])
 @pytest.mark.parametrize("name", harness.NAMES)
@@ -41,7 +41,7 @@ def test_bits_equal_on_every_instruction_set(name: str, quant: str, kv_format: s
         assert trace(container, name, quant, isa, kv_format).bits() == expected, isa
 
 
-@pytest.mark.usefixtures("each_isa")
+@pytest.mark.usefixtures("keep_isa")
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("name", harness.NAMES)
 def test_bf16_meets_its_bound_on_every_instruction_set(name: str, isa: str, container: Containers) -> None:

@@ -1,0 +1,68 @@
+"""Shapes the vectors do not cover, drawn at random, against the float64 reference: experts x k, heads, and sizes that fill no tile."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ops.convert import convert
+from tests.golden import harness, reference
+from tests.golden.harness import Shape
+
+FORMATS = ("f32", "bf16", "int8", "int4")
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> Shape:
+    experts = draw(st.integers(1, 20))
+    return Shape(
+        hidden=draw(st.integers(2, 130)),
+        ffn=draw(st.integers(1, 100)),
+        layers=draw(st.integers(1, 3)),
+        kv_heads=draw(st.integers(1, 4)),
+        group=draw(st.integers(1, 5)),
+        head_dim=2 * draw(st.integers(1, 40)),
+        experts=experts,
+        top_k=draw(st.integers(1, min(experts, 10))),
+        vocab=draw(st.integers(2, 150)),
+        window=draw(st.one_of(st.just(0), st.integers(1, 40))),
+        tied=draw(st.booleans()),
+    )
+
+
+def check(shape: Shape, quant: str, seed: int, rows: int) -> None:
+    """Converts a random checkpoint of this shape, runs a prompt of `rows` tokens and holds it against the reference."""
+    with tempfile.TemporaryDirectory() as folder:
+        source, path = Path(folder) / "checkpoint", Path(folder) / "model.colibri"
+        harness.write_checkpoint(source, shape.config(), shape.tensors(seed))
+        convert(source, path, quant=quant, upcycle=None, descriptor=None, progress=None)
+        tokens = np.random.default_rng(seed).integers(0, shape.vocab, rows).tolist()
+        with harness.threads(path, lanes=1) as session:
+            trace = harness.run(session, tokens, chunk=max(1, rows // 2), seed=seed)
+            assert harness.run(session, tokens, chunk=rows).bits() == trace.bits()
+        # f32 is held against the checkpoint itself, so that a converter's mistake shows; the others against what was stored.
+        model = reference.from_checkpoint(source) if quant == "f32" else reference.from_container(path)
+        result = reference.forward(model, tokens, routes=trace.experts)
+    assert harness.distance(trace.logits, result.logits) < harness.ROUNDED_BOUND[quant]
+    assert result.regret < harness.REGRET_BOUND[quant]
+    np.testing.assert_allclose(trace.weights, result.weights, rtol=0, atol=harness.REGRET_BOUND[quant])
+    assert all(len(set(row)) == shape.top_k for row in trace.experts.reshape(-1, shape.top_k).tolist())
+
+
+@pytest.mark.parametrize("quant", FORMATS)
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@given(shape=shapes(), seed=st.integers(0, 2**32 - 1), rows=st.integers(1, 50))
+def test_random_shapes_equal_the_reference(quant: str, shape: Shape, seed: int, rows: int) -> None:
+    check(shape, quant, seed, rows)
+
+
+@pytest.mark.parametrize("experts", [1, 2, 3, 4, 7, 8, 15, 16, 17, 32, 33, 64])
+def test_every_number_of_experts_with_every_kind_of_k(experts: int) -> None:
+    """k = 1, 2, a general one and all; on both sides of the SIMD path's 16 experts."""
+    for top_k in sorted({1, min(2, experts), min(3, experts), (experts + 1) // 2, experts}):
+        check(Shape(40, 24, 1, 1, 2, 16, experts, top_k, 50, 0, False), "f32", seed=experts * 100 + top_k, rows=33)
