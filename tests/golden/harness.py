@@ -21,7 +21,7 @@ MODELS = Path(__file__).parent / "models"
 NAMES = tuple(sorted(path.name for path in MODELS.iterdir()))
 F32_BOUND = 2e-4  # of f32 logits to transformers', in units of max|logit|: the promise
 WEIGHT_BOUND = 1e-5  # of router weights, absolute
-# Of logits to the reference that rounds activations as the format does, and of gate logits (how far the engine may be from the best choice).
+# Of logits to the reference that rounds activations as the format does, and of gate logits (how far from the best choice).
 ROUNDED_BOUND = {"f32": 2e-5, "bf16": 2e-3, "int8": 2e-3, "int4": 2e-3}
 REGRET_BOUND = {"f32": 2e-5, "bf16": 2e-3, "int8": 2e-3, "int4": 2e-3}
 KV_BLOCKS = 64  # of the sessions below: room for many short sequences at once

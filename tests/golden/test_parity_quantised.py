@@ -1,15 +1,14 @@
 """bf16, int8 and int4 against their own dequantised weights.
 
-Two references a format. *Rounded* rounds activations as the engine says it does (kernels.h), so what remains is float32 summation and the rare
-activation on a rounding boundary that falls the other way. *Plain* keeps its activations in float64: the difference is what rounding them costs.
+Two references a format. *Rounded* rounds activations as the engine says it does (kernels.h), so what remains is float32 summation and the
+rare activation on a rounding boundary that falls the other way. *Plain* keeps its activations in float64: the difference is what
+rounding them costs.
 """
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
-from ops.container import dequantise_container
 from tests.golden import harness, reference
 from tests.golden.harness import Containers
 
