@@ -1,0 +1,85 @@
+"""What can go wrong with a request, in the domain's own words. `errors.py` turns these into gRPC status codes."""
+
+from __future__ import annotations
+
+
+class Fault(Exception):
+    """A request cannot be served. `str()` is one sentence for the caller that names the thing and the remedy."""
+
+
+class InvalidField(Fault):
+    """A field of the request is wrong. `field` is its path in the request message."""
+
+    def __init__(self, field: str, sentence: str) -> None:
+        super().__init__(f"{field}: {sentence}")
+        self.field = field
+        self.sentence = sentence
+
+
+class UnknownModel(Fault):
+    """The named model is not served here."""
+
+    def __init__(self, name: str, *, served: str) -> None:
+        super().__init__(f"model {name!r} is not served here; there is {served!r} (leave the name empty for it)")
+        self.name = name
+
+
+class QueueFull(Fault):
+    """The queue has no room. Worth another try after `retry_after` seconds."""
+
+    def __init__(self, sentence: str, *, retry_after: float) -> None:
+        super().__init__(sentence)
+        self.retry_after = retry_after
+
+
+class DeadlineUnmeetable(Fault):
+    """The predicted wait is longer than the request's deadline; nothing was queued."""
+
+    def __init__(self, *, predicted: float, remaining: float) -> None:
+        super().__init__(f"the first token is about {predicted:.2f} s away, the deadline {max(remaining, 0.0):.2f} s; try later or allow longer")
+        self.predicted = predicted
+
+
+class DeadlineExpired(Fault):
+    """The request's deadline passed before it was done."""
+
+    def __init__(self) -> None:
+        super().__init__("the deadline passed before the request was done")
+
+
+class Draining(Fault):
+    """The server is on its way down and takes nothing new. Nothing of the request ran."""
+
+    def __init__(self) -> None:
+        super().__init__("the server is shutting down and takes no new requests; send it elsewhere")
+
+
+class ShutDown(Fault):
+    """The server's drain grace ended before the request was done."""
+
+    def __init__(self, *, ran: bool) -> None:
+        super().__init__("the server shut down before the request was done; send it again elsewhere")
+        self.ran = ran
+
+
+class WorkersLost(Fault):
+    """Nothing is left that could compute, and nothing came back in time."""
+
+    def __init__(self, *, ran: bool, sentence: str) -> None:
+        super().__init__(f"no worker is left that could compute ({sentence}); try again")
+        self.ran = ran
+
+
+class ClientTooSlow(Fault):
+    """The client stopped reading and what it has not read reached the limit."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(f"the client left {limit} tokens unread; read the stream faster or ask for fewer tokens")
+
+
+class EngineFault(Fault):
+    """The engine could not do a step. Our own fault; `reason` is a short upper-case name of it."""
+
+    def __init__(self, reason: str, sentence: str) -> None:
+        super().__init__(sentence)
+        self.reason = reason
