@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import typer
 
-from ops.commands import bench, chat, convert, generate, inspect, logits, serve, verify, version
+from ops.commands import bench, chat, convert, generate, health, inspect, logits, serve, verify, version
 from ops.commands.common import describe_failure
 
 app = typer.Typer(
@@ -23,7 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for module in (serve, generate, chat, convert, inspect, verify, logits, bench, version):
+for module in (serve, generate, chat, convert, inspect, verify, logits, bench, health, version):
     module.register(app)
 
 

@@ -1,0 +1,143 @@
+"""Whole steps: the service's own scheduler and a real team of worker processes, without gRPC. Every stream has random tokens of its own,
+so streams choose experts independently, as real ones do."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine_c import GREEDY, KV_BLOCK, KV_FORMATS, ModelInfo, SessionOptions, StepStats
+from ops.bench.measure import Row
+from service.blocks import BlockPool
+from service.request import Request, State
+from service.scheduler import Limits, Scheduler
+from workers.team import Team, TeamConfig
+
+_WARM_STEPS = 4  # not measured: pages are touched, lanes wake
+_BURST_STEPS = 16  # decode steps of one sample
+
+
+@dataclass(frozen=True, slots=True)
+class BenchConfig:
+    """Who computes, and how large sessions are. workers None: one per node, as `colibri serve` plans it."""
+
+    workers_per_node: int | None = None
+    threads_per_worker: int | None = None
+    kv_format: str = "bf16"
+    max_rows: int = 512
+    samples: int = 5
+    seed: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """One step as the caller saw it."""
+
+    seconds: float  # schedule, step and complete together
+    rows: int
+    stats: StepStats
+
+
+class Bench:
+    """A team, a scheduler over it, and requests made of random tokens."""
+
+    def __init__(self, team: Team, options: SessionOptions, seed: int) -> None:
+        self.team = team
+        self._random = random.Random(seed)
+        self._made = 0
+        limits = Limits(options.max_rows, options.max_seqs, options.max_logit_rows, max_queue=options.max_seqs, max_queue_tokens=1 << 30)
+        self.scheduler = Scheduler(limits, BlockPool(options.kv_blocks))
+
+    @property
+    def info(self) -> ModelInfo:
+        return self.team.model.info
+
+    def add(self, *, prompt: int, answer: int) -> Request:
+        """Queues a greedy request of `prompt` random tokens that ends after `answer` tokens and at nothing else."""
+        self._made += 1
+        tokens = tuple(self._random.randrange(self.info.vocab) for _ in range(prompt))
+        request = Request(id=f"bench-{self._made}", prompt=tokens, sampling=GREEDY, max_tokens=answer)
+        self.scheduler.add(request, now=time.monotonic())
+        return request
+
+    def step(self) -> Timed:
+        """Schedules, runs and completes one step."""
+        begin = time.perf_counter()
+        plan = self.scheduler.schedule(now=time.monotonic())
+        results, stats = self.team.session.step(plan.work)
+        for update in self.scheduler.complete(plan, results, now=time.monotonic()):
+            if update.fault is not None:
+                raise update.fault
+        return Timed(time.perf_counter() - begin, plan.rows, stats)
+
+    def finish(self) -> None:
+        """Calls off what still runs."""
+        for request_id in list(self.scheduler.requests):
+            self.scheduler.abort(request_id)
+
+
+@contextmanager
+def opened(path: Path, config: BenchConfig, *, streams: int, tokens: int) -> Iterator[Bench]:
+    """A bench with room for `streams` sequences of `tokens` tokens each."""
+    options = SessionOptions(
+        max_rows=max(config.max_rows, streams),
+        max_seqs=streams,
+        max_logit_rows=streams,
+        kv_blocks=streams * (-(-tokens // KV_BLOCK) + 1),
+        kv_format=KV_FORMATS[config.kv_format],
+    )
+    team_config = TeamConfig(workers_per_node=config.workers_per_node, threads_per_worker=config.threads_per_worker, session=options)
+    with Team.open(path, team_config) as team:
+        yield Bench(team, options, config.seed)
+
+
+def bench_prefill(path: Path, config: BenchConfig, *, tokens: int) -> Row:
+    """Prompt tokens a second of one request of `tokens` tokens, chunked as the service chunks it."""
+    samples, timed = [], []
+    with opened(path, config, streams=1, tokens=tokens + 1) as bench:
+        for index in range(config.samples + 1):
+            request = bench.add(prompt=tokens, answer=1)
+            steps = []
+            while request.state is not State.FINISHED:
+                steps.append(bench.step())
+            if index:  # the first warms up
+                samples.append(tokens / sum(step.seconds for step in steps))
+                timed += steps
+        return Row(f"prefill {tokens}", "tokens/s", tuple(samples), shares(timed))
+
+
+def bench_decode(path: Path, config: BenchConfig, *, streams: int, prompt: int, read_gb_s: float) -> Row:
+    """Generated tokens a second over `streams` concurrent requests, once all of them decode."""
+    answer = _WARM_STEPS + config.samples * _BURST_STEPS + streams + 2
+    with opened(path, config, streams=streams, tokens=prompt + answer) as bench:
+        requests = [bench.add(prompt=prompt, answer=answer) for _ in range(streams)]
+        while any(request.state is not State.DECODE for request in requests):
+            bench.step()
+        for _ in range(_WARM_STEPS):
+            bench.step()
+        bursts = [[bench.step() for _ in range(_BURST_STEPS)] for _ in range(config.samples)]
+        samples = tuple(sum(step.rows for step in burst) / sum(step.seconds for step in burst) for burst in bursts)
+        details = shares([step for burst in bursts for step in burst])
+        active_bytes = bench.info.active_bytes
+        bench.finish()
+    row = Row(f"decode {streams}", "tokens/s", samples, details)
+    if streams == 1:
+        moved = row.median * active_bytes / 1e9
+        details |= {"GB/s": moved, "of read": moved / read_gb_s}
+    return row
+
+
+def shares(steps: Sequence[Timed]) -> dict[str, float]:
+    """How the steps' time was spent: waiting for lanes, alone between phases, in Python."""
+    wall = sum(step.seconds for step in steps)
+    inside = sum(step.stats.step_ns for step in steps) / 1e9
+    return {
+        "lanes": float(steps[-1].stats.lanes),
+        "wait": sum(step.stats.wait_ns for step in steps) / 1e9 / wall,
+        "serial": sum(step.stats.serial_ns for step in steps) / 1e9 / wall,
+        "python": (wall - inside) / wall,
+    }
