@@ -52,9 +52,10 @@ def plan_team(
 ) -> TeamPlan:
     """Plans workers on every node that has usable CPUs.
 
-    By default one worker a node and one lane a physical core, of which the front end's is one; "auto" gives the front end a lane, which is what
-    lets a step end when every worker has died in it. 0 workers or 0 lanes left for them: everything runs in the calling process. More lanes than
-    cores are allowed; those of that node are then not pinned to a core each. PlanError if nothing would compute or there are too many lanes.
+    By default one worker a node and one lane a physical core, of which the front end's is one; "auto" gives the front end a lane, which is
+    what lets a step end when every worker has died in it. 0 workers or 0 lanes left for them: everything runs in the calling process. More
+    lanes than cores are allowed; those of that node are then not pinned to a core each. PlanError if nothing would compute or there are too
+    many lanes.
     """
     _check_wish(workers_per_node, threads_per_worker)
     nodes = [node for node in topology.nodes if node.cpus]

@@ -1,0 +1,179 @@
+"""One worker process as the supervisor holds it: spawned, spoken to, reaped. No policy here."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+
+import _cffi_backend
+
+from workers import worker_main
+from workers.plan import WorkerSpec
+
+TAIL_LINES = 20
+"""Lines of a worker's output that are kept for error messages."""
+
+MAIN = Path(worker_main.__file__).resolve()
+IMPORT_PATHS = (str(MAIN.parent.parent), str(Path(_cffi_backend.__file__).resolve().parent))
+"""Where engine_c and cffi's backend are: all that a worker started with -S has to be told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What a worker said on its control socket: ready, or an error; or nothing but that it is alive."""
+
+    ready: bool = False
+    error: str = ""
+    degraded: tuple[str, ...] = ()
+
+
+class WorkerProcess:
+    """A running worker. pidfd, control and output are to be watched for reading; reap() after pidfd is readable, then close()."""
+
+    def __init__(self, spec: WorkerSpec, *, model_fd: int, team_fd: int, arena_fd: int) -> None:
+        """Starts it; it then waits for go(). OSError if it could not be started."""
+        self.tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self._partial = b""
+        self._messages = b""
+        self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._process = subprocess.Popen(
+                command(spec, control=theirs.fileno(), model_fd=model_fd, team_fd=team_fd, arena_fd=arena_fd),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=(theirs.fileno(), model_fd, team_fd, arena_fd),
+                start_new_session=True,  # Ctrl-C in a terminal is for the front end, which drains
+                bufsize=0,
+                cwd="/",
+            )
+        except BaseException:
+            self.control.close()
+            raise
+        finally:
+            theirs.close()
+        assert self._process.stdout is not None
+        self._stdout = self._process.stdout
+        self.output = self._stdout.fileno()
+        self.pid = self._process.pid
+        try:
+            self.pidfd = os.pidfd_open(self.pid)
+        except OSError:
+            self._process.kill()
+            self._process.wait()
+            self._stdout.close()
+            self.control.close()
+            raise
+        self.control.setblocking(False)
+        os.set_blocking(self.output, False)
+
+    def go(self) -> None:
+        """Its lanes are bound: it may attach."""
+        self._send(b"g")
+
+    def ping(self) -> None:
+        """Asks for a sign of life."""
+        self._send(b"p")
+
+    def _send(self, data: bytes) -> None:
+        # A refusal means that it is dead, or does not read: pidfd and the deadlines will tell.
+        with contextlib.suppress(OSError):
+            self.control.send(data)
+
+    def read_control(self) -> tuple[list[Message], bool]:
+        """Messages that came, and whether more can come."""
+        try:
+            data = self.control.recv(65536)
+        except BlockingIOError:
+            return [], True
+        except OSError:
+            return [], False
+        *lines, self._messages = (self._messages + data).split(b"\n")
+        return [_message(line) for line in lines], bool(data)
+
+    def read_output(self) -> tuple[list[str], bool]:
+        """Lines it printed, and whether more can come."""
+        try:
+            data = os.read(self.output, 65536)
+        except BlockingIOError:
+            return [], True
+        *lines, self._partial = (self._partial + data).split(b"\n")
+        if not data and self._partial:
+            lines.append(self._partial)
+            self._partial = b""
+        texts = [line.decode("utf-8", "replace") for line in lines]
+        self.tail.extend(texts)
+        return texts, bool(data)
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Through the pidfd: never to another process with the same number."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.pidfd, number)
+
+    def reap(self) -> int | None:
+        """The exit code (negative: the signal) once it has ended, None before; leaves no zombie."""
+        ready = select.poll()
+        ready.register(self.pidfd, select.POLLIN)
+        return self._process.wait() if ready.poll(0) else None
+
+    def close(self) -> None:
+        """Gives the descriptors back."""
+        self.control.close()
+        self._stdout.close()
+        os.close(self.pidfd)
+
+
+def command(spec: WorkerSpec, *, control: int, model_fd: int, team_fd: int, arena_fd: int) -> list[str]:
+    """The command line of a worker: isolated from PYTHON* variables and site-packages."""
+    options = {
+        "name": f"colibri-w{spec.index}",
+        "parent": os.getpid(),
+        "path": os.pathsep.join(IMPORT_PATHS),
+        "control": control,
+        "model": model_fd,
+        "team": team_fd,
+        "arena": arena_fd,
+        "lanes": ",".join(map(str, spec.lanes)),
+        "cpus": ",".join(map(str, spec.cpus)),
+        "node-cpus": ",".join(map(str, spec.node_cpus)),
+        "memory-node": "" if spec.memory_node is None else spec.memory_node,
+    }
+    return [sys.executable, "-I", "-S", str(MAIN), *(str(part) for name, value in options.items() for part in ("--" + name, value))]
+
+
+def describe_end(code: int, *, oom: bool = False) -> str:
+    """An exit code in words: signal names, our own exit codes, the OOM killer if a control group counted one of its kills."""
+    if code < 0:
+        try:
+            name = signal.Signals(-code).name
+        except ValueError:
+            name = f"signal {-code}"
+        return f"killed by {name}" + (" (out of memory: the control group's limit was reached)" if oom and code == -signal.SIGKILL else "")
+    known = {
+        worker_main.EXIT_MISMATCH: ": its segments do not fit",
+        worker_main.EXIT_LANE: ": a lane failed",
+        worker_main.EXIT_ORPHAN: ": it lost its front end",
+    }
+    return f"exited with code {code}" + known.get(code, "")
+
+
+def curable(code: int) -> bool:
+    """Whether starting the same worker again may help."""
+    return code != worker_main.EXIT_MISMATCH
+
+
+def _message(line: bytes) -> Message:
+    try:
+        fields = json.loads(line)
+        return Message(bool(fields.get("ready")), str(fields.get("error", "")), tuple(map(str, fields.get("degraded", ()))))
+    except (ValueError, TypeError, AttributeError):
+        return Message(error=f"unreadable message {line[:80]!r}")

@@ -1,0 +1,279 @@
+"""A place for a worker: brings its process to life, watches, drains and buries it. Runs on the supervisor's thread, under its lock."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import selectors
+import signal
+import time
+from dataclasses import dataclass, field
+
+from engine_c import LANE_ACTIVE, LANE_DEAD, LANE_EMPTY, LANE_READY, EngineError, Session
+from workers.cgroup import read_memory
+from workers.lifecycle import Lifecycle, RestartPolicy, State
+from workers.plan import WorkerSpec
+from workers.process import Message, WorkerProcess, curable, describe_end
+
+log = logging.getLogger("colibri.workers")
+
+ATTACH_POLL_S = 0.002
+"""Between a worker's "ready" and the last of its lanes attaching: a few of these."""
+LEAVE_POLL_S = 0.05
+"""A draining worker's lanes are asked again this often."""
+LANES_POLL_S = 0.02
+"""How often lanes that somebody else is leaving are looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class SupervisorConfig:
+    """Deadlines in seconds."""
+
+    start_s: float = 10.0
+    """A worker that has not acknowledged by then is killed."""
+    drain_s: float = 5.0
+    """From asking a worker's lanes to leave (a step may be running) to SIGTERM."""
+    term_s: float = 1.0
+    """From SIGTERM to SIGKILL."""
+    ping_s: float = 1.0
+    """Signs of life are asked for this often."""
+    silence_s: float = 5.0
+    """A worker that gave none for so long is killed. A lane that hangs in a task is killed by the step long before (hang_ms)."""
+    policy: RestartPolicy = field(default_factory=RestartPolicy)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSnapshot:
+    """One worker now. last_end says how its last process ended, degraded what the machine refused it."""
+
+    index: int
+    node: int
+    state: State
+    pid: int | None
+    lanes: tuple[int, ...]
+    cpus: tuple[int, ...]
+    tasks: int
+    restarts: int
+    in_state_s: float
+    last_end: str
+    error: str
+    degraded: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What all slots of a supervisor share."""
+
+    session: Session
+    model_fd: int
+    config: SupervisorConfig
+    selector: selectors.BaseSelector
+
+
+class Slot:
+    """One worker's life and, while there is one, its process. converge() does what is due; the selector calls the on_* methods."""
+
+    def __init__(self, spec: WorkerSpec, around: Surroundings, now: float) -> None:
+        self.spec = spec
+        self.life = Lifecycle(around.config.policy, now)
+        self.last_end = ""
+        self._around = around
+        self._session = around.session
+        self._config = around.config
+        self._process: WorkerProcess | None = None
+        self._said_ready = False
+        self._degraded: tuple[str, ...] = ()
+        self._deadline = 0.0  # of the present stage of starting or draining
+        self._pinged_at: float | None = None
+        self._next_ping = 0.0
+        self._termed = False
+        self._killed_for = ""
+        self._complaint = ""
+        self._tail: tuple[str, ...] = ()
+        self._oom_kills = 0
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"worker {self.spec.index} (node {self.spec.node})"
+
+    def obituary(self) -> str:
+        """Who, what is wrong, and the last words."""
+        tail = self._tail if self._process is None else tuple(self._process.tail)
+        words = "; it last printed:\n  " + "\n  ".join(tail[-5:]) if tail else ""
+        return f"{self.name} {self.life.error or 'is ' + self.life.state.value}{words}"
+
+    def snapshot(self, now: float) -> WorkerSnapshot:
+        """What there is now."""
+        return WorkerSnapshot(
+            index=self.spec.index,
+            node=self.spec.node,
+            state=self.life.state,
+            pid=None if self._process is None else self._process.pid,
+            lanes=self.spec.lanes,
+            cpus=self.spec.cpus,
+            tasks=sum(self._session.lane_tasks(lane) for lane in self.spec.lanes),
+            restarts=self.life.restarts,
+            in_state_s=now - self.life.since,
+            last_end=self.last_end,
+            error=self.life.error,
+            degraded=self._degraded,
+        )
+
+    def converge(self, now: float, *, wanted: bool) -> float | None:
+        """Does what is due. Returns when to look again, None if only an event will change anything."""
+        match self.life.state:
+            case State.STARTING | State.READY if not wanted:
+                return self._drain(now)
+            case State.STARTING:
+                return self._watch_start(now)
+            case State.READY:
+                return self._watch_ready(now)
+            case State.DRAINING:
+                return self._watch_drain(now)
+            case State.BACKOFF if wanted and not self.life.may_start(now):
+                return self.life.retry_at
+        return self._spawn(now) if wanted and self.life.may_start(now) else None
+
+    # ---------------------------------------------------------------- stages
+
+    def _spawn(self, now: float) -> float | None:
+        if any(self._session.lane_state(lane) not in (LANE_EMPTY, LANE_DEAD) for lane in self.spec.lanes):
+            return now + LANES_POLL_S  # another worker is still leaving these lanes
+        self.life.started(now)
+        self._said_ready = self._termed = False
+        self._pinged_at = None
+        self._killed_for = self._complaint = ""
+        self._deadline = now + self._config.start_s
+        self._oom_kills = read_memory().oom_kills or 0
+        session = self._session
+        try:
+            process = WorkerProcess(self.spec, model_fd=self._around.model_fd, team_fd=session.team_fd, arena_fd=session.arena_fd)
+        except OSError as refusal:
+            self._ended(0, f"could not be started: {refusal}", again=True)
+            return now
+        self._process = process
+        self._around.selector.register(process.pidfd, selectors.EVENT_READ, self.on_end)
+        self._around.selector.register(process.control, selectors.EVENT_READ, self.on_control)
+        self._around.selector.register(process.output, selectors.EVENT_READ, self.on_output)
+        try:
+            for lane in self.spec.lanes:
+                session.lane_bind(lane, pid=process.pid, pidfd=process.pidfd)
+        except EngineError as refusal:
+            self._kill(f"its lanes could not be bound: {refusal}")
+        else:
+            process.go()
+        return self._deadline
+
+    def _watch_start(self, now: float) -> float:
+        if self._said_ready and all(self._session.lane_state(lane) in (LANE_READY, LANE_ACTIVE) for lane in self.spec.lanes):
+            self.life.acknowledged(now)
+            self._next_ping = now + self._config.ping_s
+            refused = "".join(f"; refused: {text}" for text in self._degraded)
+            log.info("%s, pid %d, is ready%s", self.name, self._process.pid if self._process else 0, refused)
+            return self._next_ping
+        if now >= self._deadline:
+            self._kill(f"it did not become ready within {self._config.start_s:g} s")
+            return now + self._config.term_s
+        return now + ATTACH_POLL_S if self._said_ready else self._deadline
+
+    def _watch_ready(self, now: float) -> float:
+        if self._pinged_at is not None and now - self._pinged_at >= self._config.silence_s:
+            self._kill(f"it gave no sign of life for {self._config.silence_s:g} s")
+        elif self._pinged_at is None and now >= self._next_ping and self._process is not None:
+            self._process.ping()
+            self._pinged_at = now
+        if now >= self._next_ping:
+            self._next_ping = now + self._config.ping_s
+        return self._next_ping
+
+    def _drain(self, now: float) -> float:
+        starting = self.life.state is State.STARTING
+        self.life.drain(now)
+        # A worker that has not attached yet has nothing to finish.
+        self._deadline = now if starting else now + self._config.drain_s
+        return self._watch_drain(now)
+
+    def _watch_drain(self, now: float) -> float:
+        if now < self._deadline:
+            for lane in self.spec.lanes:
+                self._session.lane_leave(lane)
+            return min(self._deadline, now + LEAVE_POLL_S)
+        if self._termed:
+            self._kill("it did not leave when asked to")
+        elif self._process is not None:
+            self._process.send_signal(signal.SIGTERM)
+            self._termed = True
+        self._deadline = now + self._config.term_s
+        return self._deadline
+
+    def _kill(self, why: str) -> None:
+        self._killed_for = why
+        if self._process is not None:
+            self._process.send_signal(signal.SIGKILL)
+
+    # ---------------------------------------------------------------- events
+
+    def on_control(self) -> None:
+        """The worker said something."""
+        if self._process is None:
+            return
+        messages, more = self._process.read_control()
+        for message in messages:
+            self._heard(message)
+        if not more:
+            self._unwatch(self._process.control.fileno())
+
+    def _heard(self, message: Message) -> None:
+        if message.error:
+            self._complaint = message.error
+        elif message.ready:
+            self._said_ready = True
+            self._degraded = message.degraded
+        else:
+            self._pinged_at = None
+
+    def on_output(self) -> None:
+        """The worker printed something."""
+        if self._process is None:
+            return
+        lines, more = self._process.read_output()
+        for line in lines:
+            log.info("worker %d: %s", self.spec.index, line)
+        if not more:
+            self._unwatch(self._process.output)
+
+    def on_end(self) -> None:
+        """The process has ended: buries it and its lanes, and says why."""
+        process = self._process
+        code = None if process is None else process.reap()
+        if process is None or code is None:
+            return
+        self.on_control()
+        self.on_output()
+        for fd in (process.pidfd, process.control.fileno(), process.output):
+            self._unwatch(fd)
+        process.close()
+        self._process = None
+        self._tail = tuple(process.tail)
+        cause = describe_end(code, oom=(read_memory().oom_kills or 0) > self._oom_kills)
+        why = self._killed_for or self._complaint
+        self._ended(process.pid, f"{cause} ({why})" if why else cause, again=curable(code))
+
+    def _ended(self, pid: int, cause: str, *, again: bool) -> None:
+        drained = self.life.state is State.DRAINING
+        now = time.monotonic()
+        for lane in self.spec.lanes:
+            self._session.lane_dead(lane)
+        self.last_end = cause
+        self.life.ended(now, cause, curable=again)
+        if drained:
+            log.info("%s, pid %d, left: %s", self.name, pid, cause)
+        elif self.life.state is State.FAILED:
+            log.error("%s, pid %d, %s; it is not started again", self.name, pid, self.life.error)
+        else:
+            log.warning("%s, pid %d, %s; started again in %.2f s", self.name, pid, cause, self.life.retry_at - now)
+
+    def _unwatch(self, fd: int) -> None:
+        with contextlib.suppress(KeyError):
+            self._around.selector.unregister(fd)

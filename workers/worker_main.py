@@ -1,0 +1,130 @@
+"""Entry point of a worker process: runs lanes in threads until they are asked to leave or the front end is gone.
+
+Started as `python -I -S worker_main.py --path ... --control FD --model FD --team FD --arena FD --lanes 0,1 ...` by workers.process. It
+imports the standard library, cffi's backend and the engine, nothing else: a start takes a few dozen milliseconds and few megabytes.
+
+The control socket, one end of a pair, carries from the supervisor bytes ("your lanes are bound, go", then pings) and from the worker lines of
+JSON (ready and what could not be had: pinning, memory policy; or why it can't work; then answers to pings). Its end of file means that the
+front end is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+EXIT_MISMATCH = 3
+"""The segments or the model do not fit this build: another start can't help."""
+EXIT_LANE = 4
+"""A lane returned with an error."""
+EXIT_ORPHAN = 5
+"""The front end went away."""
+
+PR_SET_PDEATHSIG = 1
+PR_SET_NAME = 15
+PR_SET_NO_NEW_PRIVS = 38
+MPOL_PREFERRED = 1
+SYS_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
+
+
+def parse(argv: list[str]) -> dict[str, str]:
+    """--name value pairs."""
+    return {name.removeprefix("--"): value for name, value in zip(argv[::2], argv[1::2], strict=True)}
+
+
+def numbers(text: str) -> list[int]:
+    """"1,2" -> [1, 2]; "" -> []."""
+    return [int(part) for part in text.split(",") if part]
+
+
+def restrict(parent: int, name: str) -> None:
+    """No new privileges; SIGKILL with the parent (also when stopped, which the control socket can't see); a name for ps and top."""
+    import ctypes
+    import signal
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    libc.prctl(PR_SET_NAME, name.encode(), 0, 0, 0)
+    if os.getppid() != parent:  # it died before the line above
+        os._exit(EXIT_ORPHAN)
+
+
+def prefer_memory(node: int) -> str:
+    """Asks for memory of a node where there is some. Returns what was refused, "" if nothing."""
+    import ctypes
+
+    number = SYS_SET_MEMPOLICY.get(os.uname().machine)
+    if number is None:
+        return f"memory policy: not known on {os.uname().machine}"
+    mask = (ctypes.c_ulong * 16)()
+    mask[node // 64] = 1 << node % 64
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.syscall(ctypes.c_long(number), ctypes.c_long(MPOL_PREFERRED), mask, ctypes.c_ulong(1024)):
+        return f"memory policy: {os.strerror(ctypes.get_errno())}"
+    return ""
+
+
+def pin(cpus: list[int]) -> str:
+    """Keeps the calling thread on these CPUs. Returns what was refused, "" if nothing."""
+    try:
+        os.sched_setaffinity(0, cpus)
+    except OSError as refusal:
+        return f"CPUs {','.join(map(str, cpus))}: {refusal.strerror}"
+    return ""
+
+
+def main(argv: list[str]) -> None:
+    """Never returns."""
+    options = parse(argv)
+    sys.path += options["path"].split(os.pathsep)
+    control = int(options["control"])
+    restrict(int(options["parent"]), options["name"])
+    lanes, cpus, node_cpus = numbers(options["lanes"]), numbers(options["cpus"]), numbers(options["node-cpus"])
+    degraded = [pin(node_cpus)] if node_cpus else []
+    degraded += [prefer_memory(node) for node in numbers(options["memory-node"])]
+
+    import json
+    import threading
+
+    from engine_c import EngineError, Model, Worker
+
+    def say(**message: object) -> None:
+        os.write(control, json.dumps(message).encode() + b"\n")
+
+    try:
+        worker = Worker(Model.from_fd(int(options["model"])), int(options["team"]), int(options["arena"]))
+    except EngineError as refusal:
+        say(error=str(refusal))
+        os._exit(EXIT_MISMATCH if refusal.name in ("EFORMAT", "EUNSUPPORTED") else EXIT_LANE)
+    if os.read(control, 1) != b"g":
+        os._exit(EXIT_ORPHAN)
+
+    left = len(lanes)
+    lock = threading.Lock()
+
+    def run(i: int) -> None:
+        nonlocal left
+        refused = pin([cpus[i]]) if cpus else ""
+        if refused:
+            print(f"lane {lanes[i]}: not pinned: {refused}", file=sys.stderr, flush=True)
+        try:
+            worker.run(lanes[i])
+        except EngineError as refusal:
+            print(f"lane {lanes[i]}: {refusal}", file=sys.stderr, flush=True)
+            os._exit(EXIT_LANE)
+        with lock:
+            left -= 1
+            if left == 0:
+                os._exit(0)
+
+    for i in range(len(lanes)):
+        threading.Thread(target=run, args=(i,), daemon=True).start()
+    say(ready=True, degraded=[text for text in degraded if text])
+    while os.read(control, 64):  # a ping
+        say()
+    os._exit(EXIT_ORPHAN)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
