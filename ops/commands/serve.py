@@ -1,0 +1,105 @@
+"""`colibri serve`."""
+
+from __future__ import annotations
+
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ops.commands.convert import Quant, progress_bar
+from ops.commands.logits import KvFormat
+
+
+class FrontLane(StrEnum):
+    """Whether the front end computes while it waits."""
+
+    AUTO = "auto"
+    ON = "on"
+    OFF = "off"
+
+
+class Load(StrEnum):
+    """How the weights come into memory."""
+
+    MAP = "map"
+    MEMFD = "memfd"
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command."""
+
+    @app.command(help="Serve a model over gRPC until SIGTERM or Ctrl-C, then drain. Every option is also read from COLIBRI_<OPTION>.")
+    def serve(
+        model: Annotated[str, typer.Argument(metavar="MODEL", help="A .colibri file, or demo, or tiny (random weights).")],
+        name: Annotated[str | None, typer.Option(help="Serve it under this name.")] = None,
+        host: Annotated[str | None, typer.Option(help="Address to listen on (127.0.0.1).")] = None,
+        port: Annotated[int | None, typer.Option(help="Port (50051); 0 takes a free one.")] = None,
+        unix_socket: Annotated[str | None, typer.Option(help="Listen on this socket instead.")] = None,
+        metrics_host: Annotated[str | None, typer.Option(help="Address of the Prometheus endpoint (127.0.0.1).")] = None,
+        metrics_port: Annotated[int | None, typer.Option(help="Port of the Prometheus endpoint; none by default.")] = None,
+        workers_per_node: Annotated[int | None, typer.Option(help="Worker processes per NUMA node; 0 computes in this process.")] = None,
+        threads_per_worker: Annotated[int | None, typer.Option(help="Lanes of each worker.")] = None,
+        front_lane: Annotated[FrontLane | None, typer.Option(help="Let the front end compute while it waits (auto).")] = None,
+        load: Annotated[Load | None, typer.Option(help="Map the file, or copy it to sealed memory (map).")] = None,
+        max_seqs: Annotated[int | None, typer.Option(help="Sequences of a step (64).")] = None,
+        max_rows: Annotated[int | None, typer.Option(help="Tokens of a step (512).")] = None,
+        kv_memory: Annotated[str | None, typer.Option(help="KV cache, for instance 2GiB; planned by default.")] = None,
+        kv_format: Annotated[KvFormat | None, typer.Option(help="How keys and values are kept (bf16).")] = None,
+        max_queue: Annotated[int | None, typer.Option(help="Requests that may wait (256).")] = None,
+        max_queue_tokens: Annotated[int | None, typer.Option(help="Prompt tokens that may wait (262144).")] = None,
+        default_max_tokens: Annotated[int | None, typer.Option(help="Length of an answer if a request does not say (512).")] = None,
+        drain_grace: Annotated[float | None, typer.Option(help="Seconds that answers may take to finish after SIGTERM (30).")] = None,
+        hang_ms: Annotated[int | None, typer.Option(help="A worker that holds a task longer is killed (1000); 0: never.")] = None,
+        quant: Annotated[Quant, typer.Option(help="Weight format of the named models.")] = Quant.INT8,
+    ) -> None:
+        from service.config import ServeConfig, cache_dir
+
+        settings = ServeConfig.from_env(
+            name=name,
+            host=host,
+            port=port,
+            unix_socket=unix_socket,
+            metrics_host=metrics_host,
+            metrics_port=metrics_port,
+            workers_per_node=workers_per_node,
+            threads_per_worker=threads_per_worker,
+            front_lane=front_lane and front_lane.value,
+            load=load and load.value,
+            max_seqs=max_seqs,
+            max_rows=max_rows,
+            kv_memory=parse_size(kv_memory),
+            kv_format=kv_format and kv_format.value,
+            max_queue=max_queue,
+            max_queue_tokens=max_queue_tokens,
+            default_max_tokens=default_max_tokens,
+            drain_grace=drain_grace,
+            hang_ms=hang_ms,
+        )
+        path = container(model, cache_dir(), quant.value)
+        from service.server import Server
+
+        Server(settings.with_(model=path)).run()
+
+
+def parse_size(text: str | None) -> int | None:
+    """'2GiB' in bytes."""
+    from service.config import parse_bytes
+
+    try:
+        return None if text is None else parse_bytes(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"--kv-memory {text}: it must be {error}") from None
+
+
+def container(model: str, cache: Path, quant: str) -> Path:
+    """The file of a path or name; what is to be known about it goes to stderr."""
+    from ops.models import resolve
+
+    with progress_bar("converting the model, once") as progress:
+        resolved = resolve(model, cache=cache, quant=quant, progress=progress)
+    if resolved.note:
+        print(f"colibri serve: {resolved.note}", file=sys.stderr)
+    return resolved.path
