@@ -23,7 +23,7 @@ TRANSITIONS: dict[State, frozenset[State]] = {
     State.READY: frozenset({State.DRAINING, State.BACKOFF, State.FAILED}),
     State.DRAINING: frozenset({State.DEAD}),
     State.BACKOFF: frozenset({State.STARTING, State.DEAD}),
-    State.FAILED: frozenset({State.STARTING, State.DEAD}),
+    State.FAILED: frozenset({State.DEAD}),
 }
 
 RUNNING = frozenset({State.STARTING, State.READY, State.DRAINING})
@@ -85,8 +85,6 @@ class Lifecycle:
 
     def started(self, now: float) -> None:
         """A process was made."""
-        if self.state is State.FAILED:
-            self._streak = self._boots_failed = 0
         self._enter(State.STARTING, now)
         self.starts += 1
 
@@ -120,8 +118,9 @@ class Lifecycle:
             self.error = cause
 
     def drop(self, now: float) -> None:
-        """It is no longer wanted and has no process."""
+        """It has no process and is no longer wanted, or is to start afresh with a clean record."""
         self._enter(State.DEAD, now)
+        self._streak = self._boots_failed = 0
 
     def _fail(self, now: float, error: str) -> None:
         self._enter(State.FAILED, now)

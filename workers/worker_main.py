@@ -3,9 +3,9 @@
 Started as `python -I -S worker_main.py --path ... --control FD --model FD --team FD --arena FD --lanes 0,1 ...` by workers.process. It
 imports the standard library, cffi's backend and the engine, nothing else: a start takes a few dozen milliseconds and few megabytes.
 
-The control socket, one end of a pair, carries from the supervisor bytes ("your lanes are bound, go", then pings) and from the worker lines of
-JSON (ready and what could not be had: pinning, memory policy; or why it can't work; then answers to pings). Its end of file means that the
-front end is gone.
+The control socket, one end of a pair, carries from the supervisor bytes ("your lanes are bound, go", then pings) and from the worker lines
+of JSON (ready and what could not be had: pinning, memory policy; or why it can't work; then answers to pings). Its end of file means that
+the front end is gone.
 """
 
 from __future__ import annotations
