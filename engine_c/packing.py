@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import numpy.typing as npt
 
-from engine_c._engine import Error, Pointer, ffi, lib
+from engine_c._engine import ffi, lib
 from engine_c.engine import fail
 from engine_c.structs import FORMATS, EngineError
+
+if TYPE_CHECKING:
+    from engine_c._engine import Error, Pointer
 
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
