@@ -1,0 +1,147 @@
+"""Checkpoints to containers: Hugging Face folders and GGUF files in, one `.colibri` file out."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ops.container_layout import ContainerError, Json, file_bytes
+from ops.container_writer import ContainerWriter, descriptor_reserve
+from ops.convert.arch import Arch, resolve
+from ops.convert.errors import ConvertError
+from ops.convert.families import table_for
+from ops.convert.gguf import GGUFSource
+from ops.convert.huggingface import HuggingFaceSource
+from ops.convert.pipeline import Progress, write_tensors
+from ops.convert.plan import QUANT_FORMATS, Plan, build_plan
+from ops.convert.source import Source, Texts
+from ops.convert.tokenizer import check_tokenizer, generation_defaults
+from ops.convert.upcycle import parse_recipe, upcycle as upcycled
+
+__all__ = ["ConvertError", "ConvertReport", "convert"]
+
+CONVERTER = "colibri 0.1.0"
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertReport:
+    """What a conversion made."""
+
+    out: Path
+    family: str
+    quant: str
+    tensors: int
+    parameters: int
+    file_bytes: int
+    seconds: float
+
+
+def convert(
+    source: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    quant: str = "int8",
+    upcycle: str | None = None,
+    descriptor: Path | None = None,
+    progress: Progress | None = None,
+    tokenizer: str = "auto",
+    seed: int = 0,
+) -> ConvertReport:
+    """Converts a Hugging Face folder (or one .safetensors file in it) or a GGUF file.
+
+    `quant`: f32, bf16, int8 or int4 (embedding and head int8). `upcycle`: "pairs=N" makes 2N experts of a dense model, split by `seed`.
+    `descriptor`: a family table of the caller's own. `tokenizer`: "auto" takes the source's, "none" leaves it out, else a tokenizer.json.
+    `progress` is called after each tensor with bytes done, bytes in all and the tensor's name.
+    Raises ConvertError naming what is wrong and what would help; then, and on an interrupt, nothing is left of `out`."""
+    started = time.monotonic()
+    source, out = Path(source), Path(out)
+    if quant not in QUANT_FORMATS:
+        raise ConvertError(f"the weight format {quant!r} is unknown; it is one of {', '.join(QUANT_FORMATS)}")
+    pairs = parse_recipe(upcycle) if upcycle is not None else None
+    opened = _open(source)
+    try:
+        if out.exists() and out.resolve() in (opened.path.resolve(), source.resolve()):
+            raise ConvertError(f"{out}: is the source itself; write elsewhere")
+        table = table_for(opened.family, descriptor)
+        plan = build_plan(opened, table, resolve(table, opened), quant)
+        if pairs is not None:
+            plan = upcycled(plan, pairs, seed=seed)
+        texts = opened.texts(with_tokenizer=tokenizer == "auto")
+        size = _write(out, plan, texts, _tokenizer_text(texts, tokenizer), quant, _provenance(opened, texts, upcycle, seed), progress)
+    except ContainerError as error:
+        raise ConvertError(str(error)) from error
+    except MemoryError as error:
+        raise ConvertError(f"{source}: a tensor does not fit into memory; the largest one must") from error
+    finally:
+        opened.close()
+    return ConvertReport(out, table.family, quant, len(plan.jobs), _parameters(plan.arch), size, time.monotonic() - started)
+
+
+def _open(source: Path) -> Source:
+    if source.is_file() and source.suffix == ".gguf":
+        return GGUFSource(source)
+    if source.is_dir() or (source.is_file() and source.suffix == ".safetensors"):
+        return HuggingFaceSource(source)
+    if source.exists():
+        raise ConvertError(f"{source}: is neither a folder with config.json, nor a .safetensors or .gguf file")
+    raise ConvertError(f"{source}: does not exist")
+
+
+def _write(
+    out: Path, plan: Plan, texts: Texts, tokenizer: str, quant: str, provenance: Mapping[str, Json], progress: Progress | None
+) -> int:
+    generation = generation_defaults(texts, tokenizer, plan.arch.vocab, str(provenance["source"]))
+    descriptor: dict[str, Json] = {
+        "name": texts.name or out.stem,
+        "requires": [],
+        "arch": plan.arch.to_json(),
+        "router": plan.arch.router_json(),
+        "quant": quant,
+        "generation": generation,
+        "provenance": dict(provenance),
+    }
+    parts = {"tokenizer.json": tokenizer, "chat_template": texts.chat_template, "config.json": texts.config, "licence": texts.licence_text}
+    blobs = {name: text.encode() for name, text in parts.items() if text}
+    needed = file_bytes((job.entry for job in plan.jobs), blobs, descriptor_reserve(descriptor))
+    with ContainerWriter(out, descriptor, needed_bytes=needed) as writer:
+        for name, data in blobs.items():
+            writer.add_blob(name, data)
+        write_tensors(writer, plan.jobs, progress)
+        return writer.commit()
+
+
+def _tokenizer_text(texts: Texts, choice: str) -> str:
+    """The tokenizer.json to embed, checked to be one."""
+    if choice == "none":
+        return ""
+    text, where = texts.tokenizer, "the source's tokenizer"
+    if choice != "auto":
+        where = choice
+        try:
+            text = Path(choice).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConvertError(f"{choice}: cannot be read: {error}") from error
+    if text:
+        check_tokenizer(text, where)
+    return text
+
+
+def _provenance(source: Source, texts: Texts, recipe: str | None, seed: int) -> dict[str, Json]:
+    notes = f"upcycled from a dense model: {recipe}, seed {seed}; computes what the dense model computes" if recipe else ""
+    return {
+        "source": " ".join(filter(None, (source.path.resolve().name, texts.description))),
+        "licence": texts.licence_name,
+        "converter": CONVERTER,
+        "notes": notes,
+    }
+
+
+def _parameters(arch: Arch) -> int:
+    """Weights of the linears, experts, router, embedding and head; norms are left out."""
+    attention = arch.hidden * arch.head_dim * (2 * arch.heads + 2 * arch.kv_heads)
+    router = arch.experts * arch.hidden if arch.experts > 1 else 0
+    layer = attention + router + 3 * arch.experts * arch.ffn * arch.hidden
+    return arch.layers * layer + (1 if arch.tied else 2) * arch.vocab * arch.hidden

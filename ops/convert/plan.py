@@ -1,0 +1,214 @@
+"""What a conversion writes, before anything is read: container tensors in file order, each with how to get its values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ops.container_layout import TensorEntry
+from ops.convert.arch import Arch
+from ops.convert.errors import ConvertError
+from ops.convert.families import Table, TensorSpec
+from ops.convert.source import Source
+
+F32: TypeAlias = NDArray[np.float32]
+Rows: TypeAlias = Callable[[int, int], F32]
+"""Rows start..stop-1 of a matrix or vector."""
+Expert: TypeAlias = Callable[[], tuple[F32, F32, F32]]
+"""gate, up [ffn, hidden] and down [hidden, ffn] of an expert."""
+
+# Format of the linears and experts, format of embedding and head. Norms, router and rotary frequencies are always plain f32.
+QUANT_FORMATS = {"f32": ("f32", "f32"), "bf16": ("bf16", "bf16"), "int8": ("int8", "int8"), "int4": ("int4", "int8")}
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One container tensor: `rows` for layouts plain and p32, `expert` for layout expert."""
+
+    entry: TensorEntry
+    rows: Rows | None = None
+    expert: Expert | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    arch: Arch
+    jobs: tuple[Job, ...]
+
+
+def build_plan(source: Source, table: Table, arch: Arch, quant: str) -> Plan:
+    """Finds every tensor and checks its shape. A missing tensor, a wrong shape or a left-over tensor is an error that names it."""
+    planner = _Planner(source, table, arch, quant)
+    jobs = [*planner.model_jobs()]
+    for layer in range(arch.layers):
+        jobs += planner.layer_jobs(layer)
+    for layer in range(arch.layers):
+        jobs += [planner.expert_job(layer, expert) for expert in range(arch.experts)]
+    planner.check_left_over()
+    return Plan(arch, tuple(jobs))
+
+
+class _Planner:
+    def __init__(self, source: Source, table: Table, arch: Arch, quant: str) -> None:
+        self._source, self._table, self._arch = source, table, arch
+        self._linear, self._head = QUANT_FORMATS[quant]
+        self._used: set[str] = {str(table.rope.get("factors", ""))}
+
+    def model_jobs(self) -> list[Job]:
+        arch = self._arch
+        inv_freq = arch.rope.inv_freq
+        jobs = [
+            self._packed("embed", self._head, [self._matrix("embed", (arch.vocab, arch.hidden))]),
+            self._plain("final_norm", "final_norm", (arch.hidden,)),
+            Job(TensorEntry("rope.inv_freq", "plain", "f32", inv_freq.shape), rows=lambda start, stop: inv_freq[start:stop]),
+        ]
+        if arch.tied:
+            self._used.update(spec.name for spec in self._table.tensors.get("head", ()))
+        else:
+            jobs.insert(1, self._packed("head", self._head, [self._matrix("head", (arch.vocab, arch.hidden))]))
+        return jobs
+
+    def layer_jobs(self, layer: int) -> list[Job]:
+        arch, prefix = self._arch, f"layers.{layer}"
+        q_rows, kv_rows = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
+        qkv = [self._matrix(role, (rows, arch.hidden), layer) for role, rows in (("q", q_rows), ("k", kv_rows), ("v", kv_rows))]
+        jobs = [
+            self._plain(f"{prefix}.attn_norm", "attn_norm", (arch.hidden,), layer),
+            self._packed(f"{prefix}.qkv", self._linear, qkv),
+            self._packed(f"{prefix}.o", self._linear, [self._matrix("o", (arch.hidden, q_rows), layer)]),
+            self._plain(f"{prefix}.ffn_norm", "ffn_norm", (arch.hidden,), layer),
+        ]
+        jobs += [self._plain(f"{prefix}.{role}", role, (arch.head_dim,), layer) for role in ("q_norm", "k_norm") if self._has(role)]
+        if self._has("q_bias"):
+            jobs.append(self._qkv_bias(layer, q_rows, kv_rows))
+        return jobs + self._router_jobs(layer)
+
+    def expert_job(self, layer: int, expert: int) -> Job:
+        arch = self._arch
+        gate, up = (self._part(role, (arch.ffn, arch.hidden), layer, expert) for role in ("gate", "up"))
+        down = self._part("down", (arch.hidden, arch.ffn), layer, expert)
+
+        def load() -> tuple[F32, F32, F32]:
+            return gate(0, arch.ffn), up(0, arch.ffn), down(0, arch.hidden)
+
+        return Job(TensorEntry(f"layers.{layer}.experts.{expert}", "expert", self._linear, (arch.ffn, arch.hidden)), expert=load)
+
+    def check_left_over(self) -> None:
+        """A tensor nobody reads is a feature the engine would leave out, so the results would be wrong."""
+        left = [name for name in self._source.shapes if name not in self._used]
+        left = [name for name in left if not any(fnmatchcase(name, pattern) for pattern in self._table.ignore)]
+        if left:
+            more = f" and {len(left) - 3} more" if len(left) > 3 else ""
+            raise ConvertError(
+                f"{self._source.where(left[0])}: tensor {', '.join(sorted(left)[:3])}{more}: nothing in {self._table.origin} uses it; "
+                "the model has a part that is not supported, or the table must name or ignore it"
+            )
+
+    def _router_jobs(self, layer: int) -> list[Job]:
+        arch, prefix = self._arch, f"layers.{layer}"
+        if arch.experts == 1:  # one expert has weight 1 whatever its router says
+            self._used.update(spec.name.format(layer=layer) for spec in self._table.tensors.get("router", ()))
+            return []
+        jobs = [self._plain(f"{prefix}.router", "router", (arch.experts, arch.hidden), layer)]
+        if self._has("router_bias"):
+            jobs.append(self._plain(f"{prefix}.router_bias", "router_bias", (arch.experts,), layer))
+        return jobs
+
+    def _qkv_bias(self, layer: int, q_rows: int, kv_rows: int) -> Job:
+        parts = [(self._part(role, (rows,), layer), rows) for role, rows in (("q_bias", q_rows), ("k_bias", kv_rows), ("v_bias", kv_rows))]
+        return Job(TensorEntry(f"layers.{layer}.qkv_bias", "plain", "f32", (q_rows + 2 * kv_rows,)), rows=_joined(parts))
+
+    def _has(self, role: str) -> bool:
+        return role in self._table.tensors
+
+    def _plain(self, name: str, role: str, shape: tuple[int, ...], layer: int = 0) -> Job:
+        return Job(TensorEntry(name, "plain", "f32", shape), rows=self._part(role, shape, layer))
+
+    def _packed(self, name: str, fmt: str, parts: list[tuple[Rows, int]]) -> Job:
+        shape = (sum(rows for _, rows in parts), self._columns(name))
+        return Job(TensorEntry(name, "p32", fmt, shape), rows=_joined(parts))
+
+    def _columns(self, name: str) -> int:
+        arch = self._arch
+        return arch.heads * arch.head_dim if name.endswith(".o") else arch.hidden
+
+    def _matrix(self, role: str, shape: tuple[int, int], layer: int = 0) -> tuple[Rows, int]:
+        return self._part(role, shape, layer), shape[0]
+
+    def _part(self, role: str, shape: tuple[int, ...], layer: int = 0, expert: int = 0) -> Rows:
+        """How to read a role's tensor, after finding it and checking that its shape gives `shape`."""
+        spec, name = self._find(role, layer, expert)
+        self._used.add(name)
+        stored = ((self._arch.experts,) if spec.stacked else ()) + ((2 * shape[0], *shape[1:]) if spec.half else shape)
+        if self._source.shapes[name] != stored:
+            raise ConvertError(
+                f"{self._source.where(name)}: tensor {name} has shape {list(self._source.shapes[name])}, the settings want {list(stored)}"
+            )
+        rows = self._stacked(name, expert) if spec.stacked else self._whole(name)
+        if spec.half:
+            rows = _shifted(rows, shape[0] if spec.half == "second" else 0)
+        if spec.unpermute:
+            rows = _unpermuted(rows, shape[0] // (self._arch.heads if spec.unpermute == "heads" else self._arch.kv_heads))
+        return rows
+
+    def _find(self, role: str, layer: int, expert: int) -> tuple[TensorSpec, str]:
+        specs = self._table.tensors.get(role, ())
+        names = [spec.name.format(layer=layer, expert=expert) for spec in specs]
+        for spec, name in zip(specs, names, strict=True):
+            if name in self._source.shapes:
+                return spec, name
+        if not names:
+            raise ConvertError(f"{self._table.origin}: the model needs a {role} tensor, the table names none")
+        raise ConvertError(f"{self._source.path}: tensor {' or '.join(names)} is missing")
+
+    def _whole(self, name: str) -> Rows:
+        source = self._source
+        return lambda start, stop: source.rows(name, start, stop)
+
+    def _stacked(self, name: str, expert: int) -> Rows:
+        source = self._source
+
+        def rows(start: int, stop: int) -> F32:
+            matrix: F32 = source.rows(name, expert, expert + 1)[0]
+            return matrix[start:stop]
+
+        return rows
+
+
+def _joined(parts: list[tuple[Rows, int]]) -> Rows:
+    """Matrices one below the other."""
+    if len(parts) == 1:
+        return parts[0][0]
+
+    def rows(start: int, stop: int) -> F32:
+        pieces, first = [], 0
+        for part, count in parts:
+            low, high = max(start - first, 0), min(stop - first, count)
+            if low < high:
+                pieces.append(part(low, high))
+            first += count
+        return np.concatenate(pieces)
+
+    return rows
+
+
+def _shifted(rows: Rows, by: int) -> Rows:
+    return lambda start, stop: rows(start + by, stop + by)
+
+
+def _unpermuted(rows: Rows, head_rows: int) -> Rows:
+    """Undoes GGUF's row order of query and key heads, which pairs rotary dimensions i and i + n/2 next to each other."""
+
+    def unpermuted(start: int, stop: int) -> F32:
+        low, high = start // head_rows * head_rows, -(-stop // head_rows) * head_rows
+        stored = rows(low, high)
+        heads = stored.reshape(-1, head_rows // 2, 2, *stored.shape[1:]).swapaxes(1, 2)
+        result: F32 = heads.reshape(stored.shape)[start - low : stop - low]
+        return result
+
+    return unpermuted
