@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from ops.commands.common import CommandError, console, human_bytes
+from ops.commands.common import CommandError, human_bytes
 
 OnProgress = Callable[[int, int, str], None]
 
@@ -35,6 +35,8 @@ def register(app: typer.Typer) -> None:
         quant: Annotated[Quant, typer.Option(help="Weight format.")] = Quant.INT8,
         upcycle: Annotated[str | None, typer.Option(help="Turn a dense model into experts, for instance pairs=4.")] = None,
         descriptor: Annotated[Path | None, typer.Option(help="A family table of your own (docs/models.md).")] = None,
+        tokenizer: Annotated[str, typer.Option(help="auto (the source's), none, or a tokenizer.json.")] = "auto",
+        seed: Annotated[int, typer.Option(help="Seed of --upcycle.")] = 0,
         force: Annotated[bool, typer.Option(help="Replace OUT if it exists.")] = False,
         quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
     ) -> None:
@@ -42,9 +44,21 @@ def register(app: typer.Typer) -> None:
         with progress_bar(f"converting {source.name}", quiet=quiet) as progress:
             from ops.convert import convert as run
 
-            report = run(source, out, quant=quant.value, upcycle=upcycle, descriptor=descriptor, progress=progress)
+            report = run(
+                source,
+                out,
+                quant=quant.value,
+                upcycle=upcycle,
+                descriptor=descriptor,
+                progress=progress,
+                tokenizer=tokenizer,
+                seed=seed,
+            )
         if not quiet:
-            console().print(f"{out}: {human_bytes(out.stat().st_size)}, {report}")
+            what = f"{report.family}, {report.parameters / 1e6:,.1f} M parameters in {report.quant}, {report.tensors} tensors"
+            typer.echo(f"{out}: {what}, {human_bytes(report.file_bytes)} in {report.seconds:.1f} s")
+        if not report.tokenizer:
+            typer.echo("colibri: there is no tokenizer, so the model takes token ids only; name one with --tokenizer FILE", err=True)
 
 
 def check_paths(source: Path, out: Path, *, force: bool) -> None:
