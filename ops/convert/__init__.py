@@ -37,6 +37,7 @@ class ConvertReport:
     parameters: int
     file_bytes: int
     seconds: float
+    tokenizer: bool  # False: the model takes token ids only
 
 
 def convert(
@@ -70,14 +71,16 @@ def convert(
         if pairs is not None:
             plan = upcycled(plan, pairs, seed=seed)
         texts = opened.texts(with_tokenizer=tokenizer == "auto")
-        size = _write(out, plan, texts, _tokenizer_text(texts, tokenizer), quant, _provenance(opened, texts, upcycle, seed), progress)
+        embedded = _tokenizer_text(texts, tokenizer)
+        size = _write(out, plan, texts, embedded, quant, _provenance(opened, texts, upcycle, seed), progress)
     except ContainerError as error:
         raise ConvertError(str(error)) from error
     except MemoryError as error:
         raise ConvertError(f"{source}: a tensor does not fit into memory; the largest one must") from error
     finally:
         opened.close()
-    return ConvertReport(out, table.family, quant, len(plan.jobs), _parameters(plan.arch), size, time.monotonic() - started)
+    seconds = time.monotonic() - started
+    return ConvertReport(out, table.family, quant, len(plan.jobs), _parameters(plan.arch), size, seconds, bool(embedded))
 
 
 def _open(source: Path) -> Source:

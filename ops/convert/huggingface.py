@@ -21,6 +21,8 @@ F32: TypeAlias = NDArray[np.float32]
 _GENERATION_KEYS = ("temperature", "top_p", "top_k", "bos_token_id", "eos_token_id", "pad_token_id")
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+# A folder with one of these means text, so a missing tokenizer.json is a fault; one without any is a model for token ids.
+_OTHER_TOKENIZERS = ("tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 
 
 class HuggingFaceSource:
@@ -55,7 +57,7 @@ class HuggingFaceSource:
 
     def texts(self, *, with_tokenizer: bool) -> Texts:
         tokenizer = self._read("tokenizer.json") if with_tokenizer else ""
-        if with_tokenizer and not tokenizer:
+        if with_tokenizer and not tokenizer and any((self._folder / name).is_file() for name in _OTHER_TOKENIZERS):
             raise ConvertError(
                 f"{self._folder / 'tokenizer.json'}: is missing; fetch it, name another with --tokenizer FILE, "
                 "or go without: --tokenizer none"
