@@ -17,13 +17,15 @@ USAGE, FAILURE = 2, 1
 # have raised.
 _USER_ERRORS = (
     ("engine_c", "EngineError"),
-    ("ops.container", "ContainerError"),
-    ("ops.convert", "ConvertError"),
+    ("ops.container_layout", "ContainerError"),
+    ("ops.convert.errors", "ConvertError"),
     ("ops.logits", "LogitsError"),
     ("ops.models", "ModelError"),
     ("service.config", "ConfigError"),
+    ("service.artifact", "ArtifactError"),
+    ("workers.plan", "PlanError"),
+    ("workers.segments", "SegmentError"),
     ("workers.supervisor", "SupervisorError"),
-    ("workers.team", "TeamError"),
 )
 
 
