@@ -29,7 +29,7 @@ IMPORT_PATHS = (str(MAIN.parent.parent), str(Path(_cffi_backend.__file__).resolv
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What a worker said on its control socket: ready, or an error; or nothing but that it is alive."""
+    """What a worker said on its control socket: that it is ready and what the machine refused it, or why it can't work."""
 
     ready: bool = False
     error: str = ""
@@ -77,17 +77,15 @@ class WorkerProcess:
         os.set_blocking(self.output, False)
 
     def go(self) -> None:
-        """Its lanes are bound: it may attach."""
-        self._send(b"g")
-
-    def ping(self) -> None:
-        """Asks for a sign of life."""
-        self._send(b"p")
-
-    def _send(self, data: bytes) -> None:
-        # A refusal means that it is dead, or does not read: pidfd and the deadlines will tell.
+        """Its lanes are bound: it may attach. A refusal means that it is dead, which its pidfd tells."""
         with contextlib.suppress(OSError):
-            self.control.send(data)
+            self.control.send(b"g")
+
+    def stopped(self) -> bool:
+        """Whether a signal has stopped it (SIGSTOP): it then neither computes nor dies of its own accord."""
+        with contextlib.suppress(ChildProcessError):
+            return os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+        return False
 
     def read_control(self) -> tuple[list[Message], bool]:
         """Messages that came, and whether more can come."""

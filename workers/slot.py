@@ -35,10 +35,9 @@ class SupervisorConfig:
     """From asking a worker's lanes to leave (a step may be running) to SIGTERM."""
     term_s: float = 1.0
     """From SIGTERM to SIGKILL."""
-    ping_s: float = 1.0
-    """Signs of life are asked for this often."""
-    silence_s: float = 5.0
-    """A worker that gave none for so long is killed. A lane that hangs in a task is killed by the step long before (hang_ms)."""
+    look_s: float = 0.5
+    """A ready worker is looked at this often; one found stopped (SIGSTOP) twice is killed. A lane that hangs in a task, stopped or not, is
+    killed by the step that waits for it (hang_ms)."""
     policy: RestartPolicy = field(default_factory=RestartPolicy)
 
 
@@ -84,8 +83,8 @@ class Slot:
         self._said_ready = False
         self._degraded: tuple[str, ...] = ()
         self._deadline = 0.0  # of the present stage of starting or draining
-        self._pinged_at: float | None = None
-        self._next_ping = 0.0
+        self._next_look = 0.0
+        self._was_stopped = False
         self._termed = False
         self._killed_for = ""
         self._complaint = ""
@@ -141,8 +140,7 @@ class Slot:
         if any(self._session.lane_state(lane) not in (LANE_EMPTY, LANE_DEAD) for lane in self.spec.lanes):
             return now + LANES_POLL_S  # another worker is still leaving these lanes
         self.life.started(now)
-        self._said_ready = self._termed = False
-        self._pinged_at = None
+        self._said_ready = self._termed = self._was_stopped = False
         self._killed_for = self._complaint = ""
         self._deadline = now + self._config.start_s
         self._oom_kills = read_memory().oom_kills or 0
@@ -168,24 +166,23 @@ class Slot:
     def _watch_start(self, now: float) -> float:
         if self._said_ready and all(self._session.lane_state(lane) in (LANE_READY, LANE_ACTIVE) for lane in self.spec.lanes):
             self.life.acknowledged(now)
-            self._next_ping = now + self._config.ping_s
+            self._next_look = now + self._config.look_s
             refused = "".join(f"; refused: {text}" for text in self._degraded)
             log.info("%s, pid %d, is ready%s", self.name, self._process.pid if self._process else 0, refused)
-            return self._next_ping
+            return self._next_look
         if now >= self._deadline:
             self._kill(f"it did not become ready within {self._config.start_s:g} s")
             return now + self._config.term_s
         return now + ATTACH_POLL_S if self._said_ready else self._deadline
 
     def _watch_ready(self, now: float) -> float:
-        if self._pinged_at is not None and now - self._pinged_at >= self._config.silence_s:
-            self._kill(f"it gave no sign of life for {self._config.silence_s:g} s")
-        elif self._pinged_at is None and now >= self._next_ping and self._process is not None:
-            self._process.ping()
-            self._pinged_at = now
-        if now >= self._next_ping:
-            self._next_ping = now + self._config.ping_s
-        return self._next_ping
+        if now >= self._next_look:
+            self._next_look = now + self._config.look_s
+            stopped = self._process is not None and self._process.stopped()
+            if stopped and self._was_stopped:
+                self._kill("it was stopped")
+            self._was_stopped = stopped
+        return self._next_look
 
     def _drain(self, now: float) -> float:
         starting = self.life.state is State.STARTING
@@ -195,11 +192,13 @@ class Slot:
         return self._watch_drain(now)
 
     def _watch_drain(self, now: float) -> float:
-        if now < self._deadline:
+        if self._process is not None and self._process.stopped():
+            self._kill("it was stopped")
+        elif now < self._deadline:
             for lane in self.spec.lanes:
                 self._session.lane_leave(lane)
             return min(self._deadline, now + LEAVE_POLL_S)
-        if self._termed:
+        elif self._termed:
             self._kill("it did not leave when asked to")
         elif self._process is not None:
             self._process.send_signal(signal.SIGTERM)
@@ -225,13 +224,9 @@ class Slot:
             self._unwatch(self._process.control.fileno())
 
     def _heard(self, message: Message) -> None:
-        if message.error:
-            self._complaint = message.error
-        elif message.ready:
-            self._said_ready = True
-            self._degraded = message.degraded
-        else:
-            self._pinged_at = None
+        self._complaint = message.error
+        self._said_ready = message.ready
+        self._degraded = message.degraded
 
     def on_output(self) -> None:
         """The worker printed something."""

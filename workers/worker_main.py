@@ -3,9 +3,8 @@
 Started as `python -I -S worker_main.py --path ... --control FD --model FD --team FD --arena FD --lanes 0,1 ...` by workers.process. It
 imports the standard library, cffi's backend and the engine, nothing else: a start takes a few dozen milliseconds and few megabytes.
 
-The control socket, one end of a pair, carries from the supervisor bytes ("your lanes are bound, go", then pings) and from the worker lines
-of JSON (ready and what could not be had: pinning, memory policy; or why it can't work; then answers to pings). Its end of file means that
-the front end is gone.
+The control socket, one end of a pair, carries from the supervisor one byte ("your lanes are bound, go") and from the worker one line of
+JSON (ready and what could not be had: pinning, memory policy; or why it can't work). Its end of file means that the front end is gone.
 """
 
 from __future__ import annotations
@@ -121,8 +120,8 @@ def main(argv: list[str]) -> None:
     for i in range(len(lanes)):
         threading.Thread(target=run, args=(i,), daemon=True).start()
     say(ready=True, degraded=[text for text in degraded if text])
-    while os.read(control, 64):  # a ping
-        say()
+    while os.read(control, 64):
+        pass
     os._exit(EXIT_ORPHAN)
 
 
