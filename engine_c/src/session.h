@@ -38,7 +38,10 @@ int colibri_session_reap(colibri_session *s);
 /* Kills the processes of active lanes that hold a task of generation g. */
 void colibri_session_kill_holders(colibri_session *s, uint64_t g, int n_tasks);
 
-/* Phases (phase.c). */
+/* A worker whose lanes are threads of this process: it uses the session's own mappings, so that ThreadSanitizer, which goes by addresses, sees how
+ * the lanes synchronise (worker.c). */
+int colibri_worker_attach_session(colibri_session *session, colibri_worker **out, colibri_error *err);
+
 /* Publishes a phase of the tasks already written to team->tasks, works on it and waits until all are done. */
 void colibri_phase_run(colibri_session *s, int op, int layer, int n_tasks, int fused_kv);
 

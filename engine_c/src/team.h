@@ -35,17 +35,18 @@ typedef struct colibri_phase {
   int32_t fused_kv;  /* OP_ATTEND: each task also stores the K and V of its rows (one task holds all rows of a sequence and KV head) */
 } colibri_phase;
 
-/* The published phase: written relaxed, ordered by `generation`. A late reader may see a mixture, which is why it reads the generation again. */
+/* The published phase. A late reader may see a mixture of two, which is why it reads the generation again: whoever sees a word of phase g + 2 (acquire) also
+ * sees a generation above g, which was stored before it (release). */
 typedef struct colibri_phase_slot { _Atomic uint64_t what, shares; } colibri_phase_slot;
 
 static inline void colibri_phase_store(colibri_phase_slot *slot, const colibri_phase *p) {
   uint64_t what = (uint64_t)(uint32_t)p->layer << 32 | (uint64_t)(p->fused_kv & 1) << 16 | (uint64_t)p->op;
-  atomic_store_explicit(&slot->what, what, memory_order_relaxed);
-  atomic_store_explicit(&slot->shares, (uint64_t)(uint32_t)p->n_lanes << 32 | (uint32_t)p->n_tasks, memory_order_relaxed);
+  atomic_store_explicit(&slot->what, what, memory_order_release);
+  atomic_store_explicit(&slot->shares, (uint64_t)(uint32_t)p->n_lanes << 32 | (uint32_t)p->n_tasks, memory_order_release);
 }
 
 static inline colibri_phase colibri_phase_load(const colibri_phase_slot *slot) {
-  uint64_t what = atomic_load_explicit(&slot->what, memory_order_relaxed), shares = atomic_load_explicit(&slot->shares, memory_order_relaxed);
+  uint64_t what = atomic_load_explicit(&slot->what, memory_order_acquire), shares = atomic_load_explicit(&slot->shares, memory_order_acquire);
   return (colibri_phase){.op = (int32_t)(what & 0xffff), .layer = (int32_t)(what >> 32), .n_tasks = (int32_t)(shares & 0xffffffff),
                          .n_lanes = (int32_t)(shares >> 32), .fused_kv = (int32_t)(what >> 16 & 1)};
 }

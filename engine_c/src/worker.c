@@ -9,13 +9,14 @@
 #include <sys/mman.h>
 #include <sys/stat.h>
 
-#include "team.h"
+#include "session.h"
 
 struct colibri_worker {
   const colibri_model *model;
   colibri_team *team;
   char *arena;
   uint64_t arena_bytes;
+  int borrowed;  /* the segments are a session's own mapping */
 };
 
 static void *map_segment(int fd, uint64_t bytes, const char *what, colibri_error *err) {
@@ -69,10 +70,17 @@ fail:
   return rc;
 }
 
+int colibri_worker_attach_session(colibri_session *session, colibri_worker **out, colibri_error *err) {
+  colibri_worker *w = *out = calloc(1, sizeof *w);
+  if (!w) return colibri_fail(err, COLIBRI_ENOMEM, "no memory for a worker");
+  *w = (colibri_worker){session->model, session->team, session->arena_map, session->arena_bytes, 1};
+  return COLIBRI_OK;
+}
+
 void colibri_worker_detach(colibri_worker *w) {
   if (!w) return;
-  if (w->arena) munmap(w->arena, w->arena_bytes);
-  if (w->team) munmap(w->team, sizeof *w->team);
+  if (w->arena && !w->borrowed) munmap(w->arena, w->arena_bytes);
+  if (w->team && !w->borrowed) munmap(w->team, sizeof *w->team);
   free(w);
 }
 
@@ -110,7 +118,6 @@ static void run_phase(colibri_lane_env *env, uint64_t g) {
   colibri_team *team = env->team;
   int rank = atomic_load_explicit(&team->lanes[env->lane].rank, memory_order_relaxed);
   colibri_phase phase = colibri_phase_load(&team->phases[g & 1]);
-  atomic_thread_fence(memory_order_acquire);
   if (atomic_load_explicit(&team->generation, memory_order_relaxed) != g || rank < 0) return;
   colibri_lane_work(env, g, &phase, rank);
 }
