@@ -76,7 +76,11 @@ class Container:
     def tensor(self, name: str) -> bytes:
         """The stored bytes of a tensor, copied."""
         entry = self.entry(name)
-        return self._mapping[entry.offset : entry.offset + entry.length]
+        return self.read(entry.offset, entry.length)
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Bytes of the file, copied."""
+        return self._mapping[offset : offset + length]
 
     def dequantise(self, name: str) -> tuple[F32, ...]:
         """The values of a tensor as the engine reads them: one array, or gate, up [ffn, hidden] and down [hidden, ffn] of an expert."""
@@ -94,7 +98,7 @@ class Container:
         entry = self.blobs.get(name)
         if entry is None:
             raise ContainerError(f"{self.path}: has no {name} embedded")
-        return self._mapping[entry.offset : entry.offset + entry.length]
+        return self.read(entry.offset, entry.length)
 
 
 def dequantise_container(source: str | os.PathLike[str], out: str | os.PathLike[str]) -> None:

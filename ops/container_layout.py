@@ -7,6 +7,7 @@ import struct
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TypeAlias
 
@@ -202,6 +203,6 @@ def _check_overlap(path: Path, tensors: Mapping[str, TensorEntry], blobs: Mappin
     spans = [(entry.offset, entry.length, f"tensor {name}") for name, entry in tensors.items()]
     spans += [(entry.offset, entry.length, f"blob {name}") for name, entry in blobs.items()]
     spans.sort()
-    for (offset, length, name), (following, _, other) in zip(spans, spans[1:], strict=False):
+    for (offset, length, name), (following, _, other) in pairwise(spans):
         if offset + length > following:
             raise ContainerError(f"{path}: {name} at offset {offset}, {length} bytes, overlaps {other} at offset {following}")

@@ -158,5 +158,3 @@ def _tied(table: Table, source: Source) -> bool:
 
 def _choices(values: tuple[Json, ...]) -> str:
     return ", ".join("not set" if value is None else repr(value) for value in values)
-
-
