@@ -117,7 +117,8 @@ def _callable_type(method: MethodDescriptorProto) -> str:
 def _handler_type(method: MethodDescriptorProto) -> str:
     request, response = _types(method)
     taken = f"AsyncIterator[{request}]" if method.client_streaming else request
-    given = f"AsyncIterator[{response}]" if method.server_streaming else f"Awaitable[{response}]"
+    # A streaming handler may be a generator, or a coroutine that writes to its context.
+    given = f"AsyncIterator[{response}] | Awaitable[None]" if method.server_streaming else f"Awaitable[{response}]"
     context = f"grpc.aio.ServicerContext[{request}, {response}]"
     return f"def {method.name}(self, request: {taken}, context: {context}) -> {given}: ..."
 

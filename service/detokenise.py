@@ -69,7 +69,8 @@ def _read_step(step: Json, rules: Rules) -> None:
         rules.replacements.append((str(step.get("replacement", "▁")), " "))
         rules.strip_start = "" if step.get("prepend_scheme", "always") == "never" else " "
     elif kind != "Fuse":
-        raise UnsupportedDecoder(f"the tokenizer's decoder {kind!r} is not supported (ByteLevel, ByteFallback, Replace, Strip, Metaspace, Fuse are)")
+        known = "ByteLevel, ByteFallback, Replace, Strip, Metaspace and Fuse are"
+        raise UnsupportedDecoder(f"the tokenizer's decoder {kind!r} is not supported ({known})")
 
 
 def byte_level_table() -> dict[str, int]:

@@ -36,7 +36,7 @@ class DeadlineUnmeetable(Fault):
     """The predicted wait is longer than the request's deadline; nothing was queued."""
 
     def __init__(self, *, predicted: float, remaining: float) -> None:
-        super().__init__(f"the first token is about {predicted:.2f} s away, the deadline {max(remaining, 0.0):.2f} s; try later or allow longer")
+        super().__init__(f"the first token is about {predicted:.2f} s away, the deadline {remaining:.2f} s; try later or allow longer")
         self.predicted = predicted
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from engine_c import Sampling
-
 from service.blocks import Table
 
 
@@ -85,6 +84,11 @@ class Request:
     def pending(self) -> int:
         """Tokens that have yet to go through the model. A score needs no row for the last: nothing follows it."""
         return len(self.tokens) - self.computed - (1 if self.score else 0)
+
+    @property
+    def ran(self) -> bool:
+        """Whether any of it has been computed, so that sending it again elsewhere would repeat work."""
+        return self.preemptions > 0 or self.computed > self.cached
 
     @property
     def most_tokens(self) -> int:

@@ -11,7 +11,7 @@ waiting one is admitted as soon as the running ones have left.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -125,7 +125,7 @@ class Scheduler:
     # ------------------------------------------------------------ requests in and out
 
     def add(self, request: Request, *, now: float) -> None:
-        """Queues a request, or raises the Fault that says why it will not do: InvalidField, QueueFull, DeadlineUnmeetable, DeadlineExpired."""
+        """Queues a request. Raises the Fault that says why not: InvalidField, QueueFull, DeadlineUnmeetable, DeadlineExpired."""
         self._check_fits(request)
         self._check_queue(request)
         self._check_deadline(request, now)
@@ -193,14 +193,14 @@ class Scheduler:
         updates = [self._take_in(share, result, now) for share, result in zip(plan.shares, results, strict=True)]
         return [update for update in updates if update is not None]
 
-    def fail(self, plan: Plan, fault: Fault) -> list[Update]:
-        """A step could not be done: its requests fail, all others go on."""
+    def fail(self, plan: Plan, fault_of: Callable[[Request], Fault]) -> list[Update]:
+        """A step could not be done: its requests fail, each with its own fault; all others go on."""
         self._land(plan)
         updates = []
         for share in plan.shares:
             if share.request.state in LIVE:
                 self._leave(share.request, State.FAILED)
-                updates.append(Update(share.request, fault=fault))
+                updates.append(Update(share.request, fault=fault_of(share.request)))
             else:
                 self.pool.release(share.request.table)
         return updates
@@ -217,7 +217,9 @@ class Scheduler:
         held = list(self.running) + ([s.request for s in self._flying.shares] if self._flying else [])
         tables: dict[int, Table] = {id(request.table): request.table for request in held}
         self.pool.check_integrity(tables.values())
-        if any(r.state not in (State.PREFILL, State.DECODE) for r in self.running) or any(r.state is not State.WAITING for r in self.waiting):
+        astray = [r for r in self.running if r.state not in (State.PREFILL, State.DECODE)]
+        astray += [r for r in self.waiting if r.state is not State.WAITING]
+        if astray:
             raise IntegrityError("a request is in a list its state does not allow")
         if sorted(self.requests) != sorted(r.id for r in [*self.running, *self.waiting]):
             raise IntegrityError("a live request is in no list, or in two")
@@ -244,7 +246,8 @@ class Scheduler:
         if len(self.waiting) >= self.limits.max_queue:
             raise QueueFull(f"{len(self.waiting)} requests wait already, the limit", retry_after=self._retry_after(tokens))
         if tokens + len(request.prompt) > self.limits.max_queue_tokens:
-            sentence = f"{tokens} prompt tokens wait already, {len(request.prompt)} more would pass the limit of {self.limits.max_queue_tokens}"
+            limit = self.limits.max_queue_tokens
+            sentence = f"{tokens} prompt tokens wait already, {len(request.prompt)} more would pass the limit of {limit}"
             raise QueueFull(sentence, retry_after=self._retry_after(tokens))
 
     def _check_deadline(self, request: Request, now: float) -> None:

@@ -1,0 +1,171 @@
+"""The server's settings: one frozen object, checked once. The only module that reads the environment."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Self
+
+from engine_c.structs import KV_FORMATS
+
+_PREFIX = "COLIBRI_"
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+_LOADS = ("map", "memfd")
+_FRONT_LANES = ("auto", "on", "off")
+
+
+class ConfigError(ValueError):
+    """A setting, or the model file, is wrong; the sentence names it and the remedy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeConfig:
+    """Everything a server needs to know. Every field can be set by the environment as COLIBRI_<FIELD>, and overridden by keyword."""
+
+    model: Path = Path()  # the container file
+    name: str = ""  # served under this name; empty: the container's own
+
+    host: str = "127.0.0.1"
+    port: int = 50051  # 0: any free one
+    unix_socket: str = ""  # listen on this path instead of host and port
+    metrics_host: str = "127.0.0.1"
+    metrics_port: int | None = None  # Prometheus over HTTP; 0: any free one; None: none
+
+    load: str = "map"  # weights: "map" the file or copy to a sealed "memfd"
+    workers_per_node: int | None = None  # worker processes; 0: compute in this process; None: planned
+    threads_per_worker: int | None = None  # lanes of a worker; None: planned
+    front_lane: str = "auto"  # whether this process computes while it waits: auto, on, off
+
+    max_seqs: int = 64  # sequences of a step
+    max_rows: int = 512  # tokens of a step
+    max_logit_rows: int | None = None  # rows of a step with logits; None: max_seqs
+    kv_memory: int | None = None  # bytes of KV cache; None: planned
+    kv_format: str = "bf16"
+    spin_us: int = 50  # a lane spins this long before it sleeps
+    hang_ms: int = 1000  # a worker that holds a task longer is killed; 0: never
+
+    max_queue: int = 256  # requests that may wait
+    max_queue_tokens: int = 1 << 18  # prompt tokens that may wait
+    default_max_tokens: int = 512  # of a request that does not say
+    stream_buffer_tokens: int = 1024  # tokens a client may leave unread
+    max_message_bytes: int = 32 << 20  # of a request
+    max_rpcs: int | None = None  # calls at once, health watches included; None: max_queue + max_seqs + 1024
+
+    drain_grace: float = 30.0  # seconds that requests may finish in after SIGTERM
+    start_timeout: float = 60.0  # seconds for the workers to be ready
+    lane_grace: float = 10.0  # seconds to wait for a worker to come back when nothing is left that computes
+    stall_after: float = 30.0  # seconds without a finished step before the server calls itself not serving
+
+    def __post_init__(self) -> None:
+        self._check_numbers()
+        self._check_choices()
+        if self.max_rows < self.max_seqs:
+            raise ConfigError(f"max_rows is {self.max_rows}, less than max_seqs {self.max_seqs}: every sequence of a step needs a row")
+        if self.logit_rows < self.max_seqs or self.logit_rows > self.max_rows:
+            between = f"between max_seqs {self.max_seqs} and max_rows {self.max_rows}"
+            raise ConfigError(f"max_logit_rows is {self.logit_rows}: it must lie {between}")
+        if self.workers_per_node == 0 and self.front_lane == "off":
+            raise ConfigError("workers_per_node is 0 and front_lane is off: nothing would compute")
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None, **overrides: Any) -> Self:
+        """From the environment; keywords that are not None win. Raises ConfigError."""
+        environ = os.environ if environ is None else environ
+        values: dict[str, Any] = {}
+        for field in fields(cls):
+            raw = environ.get(_PREFIX + field.name.upper())
+            if raw:
+                values[field.name] = _parse(_PREFIX + field.name.upper(), raw, _PARSERS.get(str(field.type).removesuffix(" | None"), str))
+        unknown = set(overrides) - {field.name for field in fields(cls)}
+        if unknown:
+            raise ConfigError(f"there is no setting {', '.join(sorted(unknown))}")
+        values |= {name: value for name, value in overrides.items() if value is not None}
+        return cls(**values)
+
+    def with_(self, **changes: Any) -> Self:
+        """The same with some settings changed, checked again."""
+        return replace(self, **changes)
+
+    @property
+    def logit_rows(self) -> int:
+        """max_logit_rows, planned if not set."""
+        return self.max_seqs if self.max_logit_rows is None else self.max_logit_rows
+
+    @property
+    def rpcs(self) -> int:
+        """max_rpcs, planned if not set."""
+        return self.max_queue + self.max_seqs + 1024 if self.max_rpcs is None else self.max_rpcs
+
+    @property
+    def address(self) -> str:
+        """What to listen on, as gRPC writes it."""
+        if self.unix_socket:
+            return f"unix:{self.unix_socket}"
+        host = f"[{self.host}]" if ":" in self.host and not self.host.startswith("[") else self.host
+        return f"{host}:{self.port}"
+
+    def _check_numbers(self) -> None:
+        for name, (low, high) in _RANGES.items():
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                raise ConfigError(f"{name} is {value}: it must lie between {low} and {high}")
+
+    def _check_choices(self) -> None:
+        for name, allowed in (("load", _LOADS), ("front_lane", _FRONT_LANES), ("kv_format", tuple(KV_FORMATS))):
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}: it must be one of {', '.join(allowed)}")
+        if not self.host and not self.unix_socket:
+            raise ConfigError("host is empty: give an address such as 127.0.0.1 or 0.0.0.0")
+
+
+_RANGES: dict[str, tuple[float, float]] = {
+    "port": (0, 65535),
+    "metrics_port": (0, 65535),
+    "workers_per_node": (0, 255),
+    "threads_per_worker": (1, 255),
+    "max_seqs": (1, 4096),
+    "max_rows": (1, 65536),
+    "max_logit_rows": (1, 65536),
+    "kv_memory": (1, 1 << 48),
+    "spin_us": (0, 1_000_000),
+    "hang_ms": (0, 3_600_000),
+    "max_queue": (1, 1_000_000),
+    "max_queue_tokens": (1, 1 << 40),
+    "default_max_tokens": (1, 1 << 30),
+    "stream_buffer_tokens": (16, 1 << 20),
+    "max_message_bytes": (1 << 16, 1 << 30),
+    "max_rpcs": (1, 1_000_000),
+    "drain_grace": (0.0, 86400.0),
+    "start_timeout": (0.1, 86400.0),
+    "lane_grace": (0.0, 3600.0),
+    "stall_after": (0.1, 86400.0),
+}
+
+
+def cache_dir(environ: Mapping[str, str] | None = None) -> Path:
+    """Where converted models are kept: COLIBRI_CACHE, else colibri in XDG_CACHE_HOME, else ~/.cache/colibri."""
+    environ = os.environ if environ is None else environ
+    if own := environ.get(_PREFIX + "CACHE"):
+        return Path(own).expanduser()
+    return Path(environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "colibri"
+
+
+def parse_bytes(text: str) -> int:
+    """'4096', '512M', '2GiB' as bytes. Raises ValueError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", text.strip().lower())
+    if match is None:
+        raise ValueError("a size such as 512M or 2GiB")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+_PARSERS: dict[str, Callable[[str], object]] = {"int": parse_bytes, "float": float, "Path": Path, "str": str}
+
+
+def _parse(variable: str, raw: str, parser: Callable[[str], object]) -> object:
+    try:
+        return parser(raw)
+    except ValueError as error:
+        raise ConfigError(f"{variable} is {raw!r}: it must be a number") from error

@@ -1,0 +1,89 @@
+"""Who is being served right now: calls counted for draining, streams by request, news handed to them. On the loop's thread."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from service.engine import EngineThread
+from service.faults import Draining, ShutDown
+from service.request import Request
+from service.scheduler import Update
+from service.streams import Stream
+
+
+class Desk:
+    """One for a server."""
+
+    def __init__(self, engine: EngineThread, *, stream_limit: int) -> None:
+        self._engine = engine
+        self._limit = stream_limit
+        self._streams: dict[str, Stream] = {}
+        self._calls = 0
+        self._draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def calls(self) -> int:
+        """Calls being answered."""
+        return self._calls
+
+    @property
+    def draining(self) -> bool:
+        """Nothing new is taken."""
+        return self._draining
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """Counts a call while it is answered. Raises Draining once the server is on its way down."""
+        if self._draining:
+            raise Draining
+        self._calls += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._calls -= 1
+            if not self._calls:
+                self._idle.set()
+
+    @contextmanager
+    def stream(self, request: Request) -> Iterator[Stream]:
+        """Submits a request (or raises the Fault that says why not); whatever ends the block, nothing of it is computed afterwards."""
+        stream = Stream(request, limit=self._limit, on_overflow=self._engine.abort)
+        self._engine.submit(request)
+        self._streams[request.id] = stream
+        try:
+            yield stream
+        finally:
+            del self._streams[request.id]
+            if not stream.over:
+                self._engine.abort(request.id)
+
+    def deliver(self, updates: list[Update]) -> None:
+        """News from the engine. Those of a request whose caller has gone are dropped."""
+        for update in updates:
+            stream = self._streams.get(update.request.id)
+            if stream is not None:
+                stream.push(update)
+
+    def drain(self) -> None:
+        """Takes nothing new from now on."""
+        self._draining = True
+        self._engine.drain()
+
+    async def wait_idle(self, timeout: float) -> bool:
+        """Waits until every call has been answered; False if some have not in time."""
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout)
+        except TimeoutError:
+            return False
+        return True
+
+    def break_off(self) -> None:
+        """Ends what is left, for the server goes down."""
+        for stream in list(self._streams.values()):
+            self._engine.abort(stream.request.id)
+            stream.push(Update(stream.request, fault=ShutDown(ran=stream.request.ran)))

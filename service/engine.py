@@ -1,0 +1,239 @@
+"""The thread that owns the session: asks the scheduler what to run, runs it, tells the event loop what came of it.
+
+One lock guards the scheduler. The thread holds it between steps, never during one, so the loop can add and abort requests at any time and
+gets a typed refusal at once. News go to the loop with one call a step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from engine_c import EngineError, SeqResult, SeqWork, StepStats
+from service.faults import Draining, EngineFault, Fault, WorkersLost
+from service.request import Request
+from service.scheduler import Plan, Scheduler, SchedulerStats, Update
+
+log = logging.getLogger(__name__)
+_LANE_POLL = 0.02  # seconds between tries when nothing is left that computes
+_IDLE_CHECK_AFTER = 1.0  # seconds of idling before the books are checked
+
+
+class Stepper(Protocol):
+    """The part of engine_c.Session that steps."""
+
+    def step(self, work: Sequence[SeqWork]) -> tuple[list[SeqResult], StepStats]:
+        """Runs one batch; EngineError if it could not be done."""
+        ...
+
+
+Deliver = Callable[[list[Update]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTotals:
+    """What has been done since the start. Nanoseconds where the name says so."""
+
+    steps: int = 0
+    failed_steps: int = 0
+    rows: int = 0
+    step_ns: int = 0
+    wait_ns: int = 0
+    serial_ns: int = 0
+    tasks: int = 0
+    tasks_rerun: int = 0
+    lanes_lost: int = 0
+    lanes: int = 0  # of the last step
+
+
+@dataclass(slots=True)
+class Progress:
+    """What health is judged by. Times are time.monotonic's."""
+
+    alive: bool = False
+    busy_since: float | None = None  # start of the step that runs, or of the wait for lanes
+    last_step: float = field(default_factory=time.monotonic)
+    lanes_gone: bool = False
+
+
+class _NoLanes(Exception):
+    """Nothing was left that computes for longer than the grace."""
+
+
+class EngineThread:
+    """Runs a session from `start` to `stop`. All other methods are for the loop's thread."""
+
+    def __init__(self, session: Stepper, scheduler: Scheduler, *, lane_grace: float = 10.0) -> None:
+        self._session = session
+        self._scheduler = scheduler
+        self._lane_grace = lane_grace
+        self._lock = threading.Lock()
+        self._wake = threading.Condition(self._lock)
+        self._stopping = False
+        self._draining = False
+        self._totals = EngineTotals()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._deliver: Deliver | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self.progress = Progress()
+
+    # ------------------------------------------------------------ the loop's side
+
+    def start(self, loop: asyncio.AbstractEventLoop, deliver: Deliver) -> None:
+        """Starts the thread. `deliver` is called on `loop`, with all news of a step at once."""
+        self._loop, self._deliver = loop, deliver
+        self.progress.alive = True
+        self._thread.start()
+
+    def submit(self, request: Request) -> None:
+        """Queues a request, or raises the Fault that says why not."""
+        with self._wake:
+            if self._draining or self._stopping:
+                raise Draining
+            if not self.progress.alive:
+                raise EngineFault("ENGINE_STOPPED", "the engine has stopped; restart the server")
+            self._scheduler.add(request, now=time.monotonic())
+            self._wake.notify()
+
+    def abort(self, request_id: str) -> bool:
+        """Calls a request off; it is out of the next step, and its memory free when the one that runs ends. False if it has ended."""
+        with self._wake:
+            return self._scheduler.abort(request_id)
+
+    def drain(self) -> None:
+        """Takes no new requests from now on."""
+        with self._wake:
+            self._draining = True
+
+    def stop(self, timeout: float = 10.0) -> bool:
+        """Ends the thread when the step that runs is done; requests still there get no more news. False if it did not end in time."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        if self._thread.ident is not None:
+            self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def stats(self) -> tuple[SchedulerStats, EngineTotals]:
+        """A snapshot."""
+        with self._lock:
+            return self._scheduler.stats(), self._totals
+
+    def check_integrity(self) -> None:
+        """Raises if the scheduler's books do not balance."""
+        with self._lock:
+            self._scheduler.check_integrity()
+
+    # ------------------------------------------------------------ the thread's side
+
+    def _run(self) -> None:
+        try:
+            while (plan := self._next_plan()) is not None:
+                self._send(self._step(plan))
+        except BaseException:
+            log.exception("the engine thread failed; nothing more can be served")
+            self._fail_all()
+            raise
+        finally:
+            self.progress.alive = False
+
+    def _next_plan(self) -> Plan | None:
+        """The next step to run, waiting for one; None when it is time to stop. News that came without a step are sent on the way."""
+        while True:
+            with self._wake:
+                self._wait_for_work()
+                if self._stopping:
+                    return None
+                plan = self._scheduler.schedule(now=time.monotonic())
+                news = self._scheduler.take_news()
+            self._send(news)
+            if plan.shares:
+                return plan
+            if not news:
+                raise RuntimeError("there is work, yet none of it can run")
+
+    def _wait_for_work(self) -> None:
+        """Sleeps until there is work. A while into idling the books are checked, once: they are small then and nobody waits."""
+        timeout: float | None = _IDLE_CHECK_AFTER
+        while not self._scheduler.has_work() and not self._stopping:
+            if not self._wake.wait(timeout) and timeout is not None:
+                self._scheduler.check_integrity()
+                timeout = None
+
+    def _step(self, plan: Plan) -> list[Update]:
+        started = self.progress.busy_since = time.monotonic()
+        try:
+            results, stats = self._step_with_lanes(plan, started)
+        except _NoLanes as gone:
+            sentence = str(gone)
+            return self._failed(plan, lambda request: WorkersLost(ran=request.ran, sentence=sentence))
+        except Exception as error:
+            log.exception("a step of %d rows failed", plan.rows)
+            fault = _engine_fault(error)
+            return self._failed(plan, lambda _: fault)
+        finally:
+            self.progress.busy_since = None
+        now = self.progress.last_step = time.monotonic()
+        with self._lock:
+            self._totals = _add(self._totals, plan, stats)
+            return self._scheduler.complete(plan, results, now=now)
+
+    def _step_with_lanes(self, plan: Plan, started: float) -> tuple[list[SeqResult], StepStats]:
+        """A step is a transaction: when nothing is left that computes it is tried again until a worker is back or time is up."""
+        while True:
+            try:
+                result = self._session.step(plan.work)
+                self.progress.lanes_gone = False
+                return result
+            except EngineError as error:
+                if error.name != "ENOLANES":
+                    raise
+                self.progress.lanes_gone = True
+                with self._wake:
+                    if self._stopping or time.monotonic() - started >= self._lane_grace:
+                        raise _NoLanes(str(error)) from error
+                    self._wake.wait(_LANE_POLL)
+
+    def _failed(self, plan: Plan, fault_of: Callable[[Request], Fault]) -> list[Update]:
+        with self._lock:
+            self._totals = replace(self._totals, failed_steps=self._totals.failed_steps + 1)
+            return self._scheduler.fail(plan, fault_of)
+
+    def _fail_all(self) -> None:
+        """The thread is on its way out: everyone who waits hears of it."""
+        fault = EngineFault("ENGINE_STOPPED", "the engine failed; its log says why")
+        with self._lock:
+            requests = list(self._scheduler.requests.values())
+        self._send([Update(request, fault=fault) for request in requests])
+
+    def _send(self, updates: list[Update]) -> None:
+        if updates and self._loop is not None and self._deliver is not None:
+            try:
+                self._loop.call_soon_threadsafe(self._deliver, updates)
+            except RuntimeError:  # the loop has closed: nobody is left to tell
+                log.debug("%d news came after the loop had closed", len(updates))
+
+
+def _engine_fault(error: Exception) -> EngineFault:
+    reason = f"ENGINE_{error.name}" if isinstance(error, EngineError) else "ENGINE_BUG"
+    return EngineFault(reason, f"the engine could not do a step: {error}")
+
+
+def _add(totals: EngineTotals, plan: Plan, stats: StepStats) -> EngineTotals:
+    return EngineTotals(
+        steps=totals.steps + 1,
+        failed_steps=totals.failed_steps,
+        rows=totals.rows + plan.rows,
+        step_ns=totals.step_ns + stats.step_ns,
+        wait_ns=totals.wait_ns + stats.wait_ns,
+        serial_ns=totals.serial_ns + stats.serial_ns,
+        tasks=totals.tasks + stats.tasks,
+        tasks_rerun=totals.tasks_rerun + stats.tasks_rerun,
+        lanes_lost=totals.lanes_lost + stats.lanes_lost,
+        lanes=stats.lanes,
+    )

@@ -1,0 +1,60 @@
+"""grpc.health.v1. "" is liveness: this process answers. "colibri.v1.Inference" is readiness: a request sent now would be computed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2 as pb, health_pb2_grpc
+
+from service.engine import Progress
+
+LIVENESS = ""
+READINESS = "colibri.v1.Inference"
+_SERVING = pb.HealthCheckResponse.SERVING
+_NOT_SERVING = pb.HealthCheckResponse.NOT_SERVING
+_UNKNOWN = pb.HealthCheckResponse.SERVICE_UNKNOWN
+_Context = grpc.aio.ServicerContext[pb.HealthCheckRequest, pb.HealthCheckResponse]
+
+
+def can_serve(progress: Progress, *, now: float, stall_after: float, anyone_computes: bool) -> bool:
+    """Judged by what the engine does, not by whether its thread exists: it is up, has lanes, and no step takes too long."""
+    stalled = progress.busy_since is not None and now - progress.busy_since > stall_after
+    return progress.alive and anyone_computes and not progress.lanes_gone and not stalled
+
+
+class HealthServicer(health_pb2_grpc.HealthServicer):
+    """Statuses that never hang on a watcher that reads slowly: each watcher waits for the next change on its own."""
+
+    def __init__(self) -> None:
+        self._statuses: dict[str, int] = {LIVENESS: _SERVING, READINESS: _NOT_SERVING}
+        self._changed = asyncio.Event()
+
+    def set(self, service: str, *, serving: bool) -> None:
+        """Changes a status and tells the watchers. On the loop's thread."""
+        status = _SERVING if serving else _NOT_SERVING
+        if self._statuses.get(service) != status:
+            self._statuses[service] = status
+            changed, self._changed = self._changed, asyncio.Event()
+            changed.set()
+
+    async def Check(self, request: pb.HealthCheckRequest, context: _Context) -> pb.HealthCheckResponse:
+        """The status now; NOT_FOUND for a service that is not here."""
+        status = self._statuses.get(request.service)
+        if status is None:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"no service {request.service!r} here; there are '' and '{READINESS}'")
+        return pb.HealthCheckResponse(status=status)
+
+    async def Watch(self, request: pb.HealthCheckRequest, context: _Context) -> AsyncIterator[pb.HealthCheckResponse]:
+        """The status now and after each change; SERVICE_UNKNOWN for a service that is not here."""
+        told: int | None = None
+        while True:
+            changed = self._changed
+            status = self._statuses.get(request.service, _UNKNOWN)
+            if status != told:
+                told = status
+                yield pb.HealthCheckResponse(status=status)
+            else:
+                await changed.wait()

@@ -1,0 +1,144 @@
+"""Prometheus metrics: the names that existing dashboards read (vllm:*), and the engine's own (colibri_*)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from http.server import HTTPServer
+from threading import Thread
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from service.engine import EngineTotals
+from service.scheduler import SchedulerStats
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What is read when Prometheus asks."""
+
+    scheduler: SchedulerStats
+    engine: EngineTotals
+    workers_ready: int
+    workers_wanted: int
+    worker_restarts: int
+
+
+class Metrics:
+    """All metrics of a server. Observed from the loop, scraped from the HTTP server's thread."""
+
+    def __init__(self, model: str) -> None:
+        self.registry = CollectorRegistry()
+        self._model = model
+        self._http: tuple[HTTPServer, Thread] | None = None
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(name, text, ["model_name", *labels], registry=self.registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
+            made = Histogram(name, text, ["model_name"], registry=self.registry, buckets=buckets)
+            return made.labels(model)
+
+        self._prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens taken in.").labels(model)
+        self._generation_tokens = counter("vllm:generation_tokens", "Tokens generated.").labels(model)
+        self._successes = counter("vllm:request_success", "Requests answered, by how they ended.", "finished_reason")
+        self._refusals = counter("colibri_requests_failed", "Requests that ended with a status other than OK.", "code")
+        self.first_token = histogram("vllm:time_to_first_token_seconds", "From acceptance to the first token.")
+        self.inter_token = histogram("vllm:inter_token_latency_seconds", "Between tokens of one answer.", _TOKEN_SECONDS)
+        self.end_to_end = histogram("vllm:e2e_request_latency_seconds", "From acceptance to the end.")
+        self.queue_time = histogram("vllm:request_queue_time_seconds", "From acceptance to the first step.")
+
+    @property
+    def port(self) -> int | None:
+        """Of the HTTP server, if it runs."""
+        return None if self._http is None else self._http[0].server_port
+
+    def read_from(self, snapshot: Callable[[], Snapshot]) -> None:
+        """Where the gauges and engine counters come from."""
+        self.registry.register(_EngineCollector(self._model, snapshot))
+
+    def serve(self, host: str, port: int) -> None:
+        """Starts the HTTP server. Raises OSError if the address cannot be had."""
+        self._http = start_http_server(port, addr=host, registry=self.registry)
+
+    def close(self) -> None:
+        """Stops the HTTP server."""
+        if self._http is not None:
+            server, thread = self._http
+            server.shutdown()
+            server.server_close()
+            thread.join()
+            self._http = None
+
+    def count_tokens(self, *, prompt: int, generated: int) -> None:
+        """Tokens of a request that has ended."""
+        self._prompt_tokens.inc(prompt)
+        self._generation_tokens.inc(generated)
+
+    def count_success(self, reason: str) -> None:
+        """A request answered."""
+        self._successes.labels(self._model, reason).inc()
+
+    def count_failure(self, code: str) -> None:
+        """A request refused or broken off with this status code."""
+        self._refusals.labels(self._model, code).inc()
+
+
+class _EngineCollector(Collector):
+    def __init__(self, model: str, snapshot: Callable[[], Snapshot]) -> None:
+        self._model = model
+        self._snapshot = snapshot
+
+    def describe(self) -> list[Metric]:
+        return []  # nothing is collected at registration, when the engine may not yet run
+
+    def collect(self) -> Iterator[Metric]:
+        snapshot = self._snapshot()
+        for name, text, value in _gauges(snapshot):
+            gauge = GaugeMetricFamily(name, text, labels=["model_name"])
+            gauge.add_metric([self._model], value)
+            yield gauge
+        for name, text, value in _counters(snapshot):
+            counter = CounterMetricFamily(name, text, labels=["model_name"])
+            counter.add_metric([self._model], value)
+            yield counter
+
+
+def _gauges(snapshot: Snapshot) -> list[tuple[str, str, float]]:
+    scheduler, pool = snapshot.scheduler, snapshot.scheduler.pool
+    return [
+        ("vllm:num_requests_running", "Requests that hold KV memory.", scheduler.running),
+        ("vllm:num_requests_waiting", "Requests in the queue.", scheduler.waiting),
+        ("vllm:kv_cache_usage_perc", "Share of KV blocks held by requests, 0 to 1.", pool.held / pool.total),
+        ("colibri_queue_tokens", "Prompt tokens in the queue.", scheduler.waiting_tokens),
+        ("colibri_prefill_rows_per_second", "Moving average; 0 while unknown.", scheduler.prefill_rate),
+        ("colibri_kv_blocks", "KV blocks there are.", pool.total),
+        ("colibri_kv_blocks_cached", "KV blocks nobody holds that may be reused.", pool.cached),
+        ("colibri_lanes", "Lanes of the last step.", snapshot.engine.lanes),
+        ("colibri_workers_ready", "Worker processes that compute.", snapshot.workers_ready),
+        ("colibri_workers_wanted", "Worker processes there should be.", snapshot.workers_wanted),
+    ]
+
+
+def _counters(snapshot: Snapshot) -> list[tuple[str, str, float]]:
+    engine, pool = snapshot.engine, snapshot.scheduler.pool
+    return [
+        ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", pool.queried_tokens),
+        ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", pool.hit_tokens),
+        ("colibri_preemptions", "Requests that gave their KV memory back to be recomputed.", snapshot.scheduler.preemptions),
+        ("colibri_steps", "Steps done.", engine.steps),
+        ("colibri_steps_failed", "Steps that could not be done.", engine.failed_steps),
+        ("colibri_rows", "Tokens that went through the model.", engine.rows),
+        ("colibri_step_seconds", "Time in steps.", engine.step_ns / 1e9),
+        ("colibri_step_wait_seconds", "Time in steps that the front end waited.", engine.wait_ns / 1e9),
+        ("colibri_step_serial_seconds", "Time in steps that only the front end worked.", engine.serial_ns / 1e9),
+        ("colibri_tasks", "Tasks done.", engine.tasks),
+        ("colibri_tasks_rerun", "Tasks taken over from a lane that died.", engine.tasks_rerun),
+        ("colibri_lanes_lost", "Lanes found dead in a step.", engine.lanes_lost),
+        ("colibri_worker_restarts", "Worker processes started again.", snapshot.worker_restarts),
+    ]

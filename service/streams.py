@@ -1,0 +1,53 @@
+"""Between the engine thread and one caller: a bounded queue of news, on the event loop.
+
+The engine is never held up by a caller. What a caller has not taken adds up; news taken together are handed over together, so one slow
+write costs one message, not one a token. Past the limit the request is called off and its memory is free at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from service.faults import ClientTooSlow
+from service.request import Request
+from service.scheduler import Update
+
+
+class Stream:
+    """News of one request. Used from the loop alone."""
+
+    def __init__(self, request: Request, *, limit: int, on_overflow: Callable[[str], object]) -> None:
+        self.request = request
+        self._limit = limit
+        self._on_overflow = on_overflow
+        self._held: list[Update] = []
+        self._held_tokens = 0
+        self._over = False
+        self._ready = asyncio.Event()
+
+    @property
+    def over(self) -> bool:
+        """The last news has arrived, taken or not."""
+        return self._over
+
+    def push(self, update: Update) -> None:
+        """More news. Nothing is taken after the end."""
+        if self._over:
+            return
+        self._held_tokens += 0 if self.request.score else len(update.rows)
+        if self._held_tokens > self._limit:
+            self._on_overflow(self.request.id)
+            update = Update(self.request, fault=ClientTooSlow(self._limit))
+            self._held.clear()
+        self._held.append(update)
+        self._over = update.final
+        self._ready.set()
+
+    async def take(self) -> list[Update]:
+        """All news there is; waits for some."""
+        await self._ready.wait()
+        self._ready.clear()
+        taken, self._held = self._held, []
+        self._held_tokens = 0
+        return taken
