@@ -1,0 +1,70 @@
+"""Model segments: the file itself, or a sealed copy."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+from pathlib import Path
+
+import pytest
+
+from workers.segments import HUGE_PAGE, SegmentError, open_segment
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """Two huge pages and a bit."""
+    path = tmp_path / "model.colibri"
+    path.write_bytes(os.urandom(4096) * (2 * HUGE_PAGE // 4096) + b"the end")
+    return path
+
+
+def test_map_is_the_file_itself(file: Path) -> None:
+    with open_segment(file) as segment:
+        assert (segment.mode, segment.bytes) == ("map", file.stat().st_size)
+        assert os.fstat(segment.fd).st_ino == file.stat().st_ino
+
+
+def test_memfd_is_an_equal_copy_of_the_same_length(file: Path) -> None:
+    with open_segment(file, mode="memfd") as segment:
+        assert os.fstat(segment.fd).st_size == segment.bytes == file.stat().st_size
+        assert os.pread(segment.fd, segment.bytes, 0) == file.read_bytes()
+        assert 0 <= segment.huge_bytes <= segment.bytes
+
+
+def test_memfd_can_be_mapped_but_never_changed(file: Path) -> None:
+    with open_segment(file, mode="memfd") as segment:
+        seals = fcntl.fcntl(segment.fd, fcntl.F_GET_SEALS)
+        assert seals == fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+        with mmap.mmap(segment.fd, segment.bytes, mmap.MAP_SHARED, mmap.PROT_READ) as view:
+            assert view[-7:] == b"the end"
+        with pytest.raises(PermissionError):
+            mmap.mmap(segment.fd, segment.bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        with pytest.raises(OSError) as refusal:
+            os.ftruncate(segment.fd, 10)
+        assert refusal.value.errno == errno.EPERM
+
+
+def test_a_copy_that_does_not_fit_is_refused_with_what_it_needs_and_what_there_is(file: Path) -> None:
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(SegmentError, match=r"needs 68 MiB, 20 MiB is free; use load mode map"):
+        open_segment(file, mode="memfd", available=20 << 20)
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_a_missing_or_empty_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SegmentError, match=r"none\.colibri: No such file"):
+        open_segment(tmp_path / "none.colibri")
+    empty = tmp_path / "empty.colibri"
+    empty.touch()
+    with pytest.raises(SegmentError, match=r"empty\.colibri: the file is empty"):
+        open_segment(empty, mode="memfd")
+
+
+def test_closing_twice_is_harmless(file: Path) -> None:
+    segment = open_segment(file)
+    segment.close()
+    segment.close()
+    assert segment.fd == -1
