@@ -62,7 +62,7 @@ typedef struct colibri_attend {
   const int32_t *blocks;       /* the sequence's block table */
   float *scratch;              /* COLIBRI_ATTEND_SCRATCH(nq, head_dim) floats, 64-byte aligned */
 } colibri_attend;
-#define COLIBRI_ATTEND_SCRATCH(nq, head_dim) ((int64_t)(nq) * (64 + 16) + 64 * (int64_t)(head_dim) + 64)
+#define COLIBRI_ATTEND_SCRATCH(nq, head_dim) ((int64_t)(nq) * (64 + 16) + 64 * (int64_t)(head_dim) + 256)
 
 typedef struct colibri_kernels {
   const char *name;

@@ -1,0 +1,148 @@
+/* v16_avx512.h - 16 floats in one zmm register. The functions are listed and explained in kernels_v16.inc.h. */
+#ifndef COLIBRI_V16_AVX512_H
+#define COLIBRI_V16_AVX512_H
+
+#include <immintrin.h>
+#include <stdint.h>
+
+#define V16 static inline __attribute__((always_inline))
+#define V16_REGISTERS 32 /* vectors of 16 floats that fit into the register file */
+
+typedef __m512 v16;
+
+V16 __mmask16 v16_lanes(int n) { return (__mmask16)(n >= 16 ? 0xffff : (1u << n) - 1); }
+
+V16 v16 v16_set1(float x) { return _mm512_set1_ps(x); }
+V16 v16 v16_load(const float *p) { return _mm512_loadu_ps(p); }
+V16 v16 v16_load_n(const float *p, int n) { return _mm512_maskz_loadu_ps(v16_lanes(n), p); }
+V16 void v16_store(float *p, v16 a) { _mm512_storeu_ps(p, a); }
+V16 void v16_store_n(float *p, v16 a, int n) { _mm512_mask_storeu_ps(p, v16_lanes(n), a); }
+
+V16 v16 v16_add(v16 a, v16 b) { return _mm512_add_ps(a, b); }
+V16 v16 v16_sub(v16 a, v16 b) { return _mm512_sub_ps(a, b); }
+V16 v16 v16_mul(v16 a, v16 b) { return _mm512_mul_ps(a, b); }
+V16 v16 v16_div(v16 a, v16 b) { return _mm512_div_ps(a, b); }
+V16 v16 v16_fma(v16 a, v16 b, v16 c) { return _mm512_fmadd_ps(a, b, c); }
+V16 v16 v16_neg(v16 a) { return _mm512_xor_ps(a, _mm512_set1_ps(-0.0f)); }
+V16 v16 v16_max(v16 a, v16 b) { return _mm512_max_ps(a, b); }
+V16 v16 v16_min(v16 a, v16 b) { return _mm512_min_ps(a, b); }
+V16 v16 v16_first(int n, v16 a, v16 b) { return _mm512_mask_mov_ps(b, v16_lanes(n), a); }
+
+V16 v16 v16_scale(v16 a, v16 n, v16 shifted) {
+  (void)shifted;
+  return _mm512_scalef_ps(a, n);
+}
+
+V16 __m256 v16_high(v16 a) { return _mm512_extractf32x8_ps(a, 1); }
+
+V16 float v16_fold(v16 a) {
+  __m256 b = _mm256_add_ps(_mm512_castps512_ps256(a), v16_high(a));
+  __m128 c = _mm_add_ps(_mm256_castps256_ps128(b), _mm256_extractf128_ps(b, 1));
+  c = _mm_add_ps(c, _mm_movehl_ps(c, c));
+  return _mm_cvtss_f32(_mm_add_ss(c, _mm_movehdup_ps(c)));
+}
+
+V16 float v16_top(v16 a) {
+  __m256 b = _mm256_max_ps(_mm512_castps512_ps256(a), v16_high(a));
+  __m128 c = _mm_max_ps(_mm256_castps256_ps128(b), _mm256_extractf128_ps(b, 1));
+  c = _mm_max_ps(c, _mm_movehl_ps(c, c));
+  return _mm_cvtss_f32(_mm_max_ss(c, _mm_movehdup_ps(c)));
+}
+
+/* ---------------------------------------------------------------- integers and masks */
+
+V16 uint32_t v16_equal(v16 a, v16 b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
+V16 uint32_t v16_is_nan(v16 a) { return _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q); }
+
+V16 uint32_t v16_amax_bits(v16 a, v16 b) {
+  __m512i mask = _mm512_set1_epi32(0x7fffffff);
+  __m512i m = _mm512_max_epi32(_mm512_and_si512(_mm512_castps_si512(a), mask), _mm512_and_si512(_mm512_castps_si512(b), mask));
+  return (uint32_t)_mm512_reduce_max_epi32(m);
+}
+
+V16 int32_t v16_store_int8(int8_t *q, v16 a, v16 b) {
+  __m512i i = _mm512_cvtps_epi32(a), j = _mm512_cvtps_epi32(b);
+  _mm_storeu_si128((__m128i *)q, _mm512_cvtepi32_epi8(i));
+  _mm_storeu_si128((__m128i *)(q + 16), _mm512_cvtepi32_epi8(j));
+  return _mm512_reduce_add_epi32(_mm512_add_epi32(i, j));
+}
+
+/* ---------------------------------------------------------------- bf16 */
+
+V16 v16 v16_widen(__m256i h) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16)); }
+V16 v16 v16_load_bf16(const uint16_t *p) { return v16_widen(_mm256_loadu_si256((const __m256i *)p)); }
+V16 v16 v16_load_bf16_n(const uint16_t *p, int n) { return v16_widen(_mm256_maskz_loadu_epi16(v16_lanes(n), p)); }
+
+V16 __m256i v16_narrow(v16 a) {
+  __m512i u = _mm512_castps_si512(a), even = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
+  __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(u, _mm512_set1_epi32(0x7fff)), even);
+  rounded = _mm512_mask_or_epi32(rounded, (__mmask16)v16_is_nan(a), u, _mm512_set1_epi32(0x400000));
+  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
+}
+V16 void v16_store_bf16(uint16_t *p, v16 a) { _mm256_storeu_si256((__m256i *)p, v16_narrow(a)); }
+V16 void v16_store_bf16_n(uint16_t *p, v16 a, int n) { _mm256_mask_storeu_epi16(p, v16_lanes(n), v16_narrow(a)); }
+
+/* ---------------------------------------------------------------- top 2 */
+
+/* Two rows of 8 floats, the first `n` of each valid, in one register. */
+V16 v16 v16_pair(const float *a, const float *b, __mmask8 m) {
+  return _mm512_insertf32x8(_mm512_castps256_ps512(_mm256_maskz_loadu_ps(m, a)), _mm256_maskz_loadu_ps(m, b), 1);
+}
+
+/* Lane pairs of 4 rows (0-3 with 4-7) to columns: c[i] = column i of rows 0-3, column 4+i of rows 0-3, column i of rows 4-7, 4+i of 4-7. */
+V16 void v16_transpose_quarter(const float *const row[8], __mmask8 m, v16 c[4]) {
+  v16 r0 = v16_pair(row[0], row[4], m), r1 = v16_pair(row[1], row[5], m);
+  v16 r2 = v16_pair(row[2], row[6], m), r3 = v16_pair(row[3], row[7], m);
+  __m512d a = _mm512_castps_pd(_mm512_unpacklo_ps(r0, r1)), b = _mm512_castps_pd(_mm512_unpacklo_ps(r2, r3));
+  __m512d d = _mm512_castps_pd(_mm512_unpackhi_ps(r0, r1)), e = _mm512_castps_pd(_mm512_unpackhi_ps(r2, r3));
+  c[0] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b));
+  c[1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
+  c[2] = _mm512_castpd_ps(_mm512_unpacklo_pd(d, e));
+  c[3] = _mm512_castpd_ps(_mm512_unpackhi_pd(d, e));
+}
+
+V16 void v16_columns8(const float *const row[16], int n, v16 column[8]) {
+  __mmask8 m = (__mmask8)((1u << n) - 1);
+  v16 a[4], b[4];
+  v16_transpose_quarter(row, m, a);
+  v16_transpose_quarter(row + 8, m, b);
+  for (int i = 0; i < 4; i++) {
+    column[i] = _mm512_shuffle_f32x4(a[i], b[i], 0x88);
+    column[4 + i] = _mm512_shuffle_f32x4(a[i], b[i], 0xdd);
+  }
+}
+
+typedef struct v16_best {
+  v16 first, second;
+  __m512i id1, id2;
+} v16_best;
+
+V16 v16_best v16_best_of(v16 z0, v16 z1) {
+  __mmask16 swap = _mm512_cmp_ps_mask(z1, z0, _CMP_GT_OQ);
+  __m512i zero = _mm512_setzero_si512(), one = _mm512_set1_epi32(1);
+  v16_best b = {_mm512_max_ps(z0, z1), _mm512_min_ps(z0, z1), _mm512_mask_mov_epi32(zero, swap, one), _mm512_mask_mov_epi32(one, swap, zero)};
+  return b;
+}
+
+V16 void v16_best_add(v16_best *b, v16 z, int id) {
+  __m512i ids = _mm512_set1_epi32(id);
+  __mmask16 top = _mm512_cmp_ps_mask(z, b->first, _CMP_GT_OQ), next = _mm512_cmp_ps_mask(z, b->second, _CMP_GT_OQ);
+  b->second = _mm512_max_ps(b->second, _mm512_min_ps(b->first, z));
+  b->first = _mm512_max_ps(b->first, z);
+  b->id2 = _mm512_mask_mov_epi32(_mm512_mask_mov_epi32(b->id2, next, ids), top, b->id1);
+  b->id1 = _mm512_mask_mov_epi32(b->id1, top, ids);
+}
+
+/* Interleaves lane pairs of a and b and writes the first `n` pairs. */
+V16 void v16_store_pairs(float *p, v16 a, v16 b, int n) {
+  const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+  const __m512i high = _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+  v16_store_n(p, _mm512_permutex2var_ps(a, low, b), 2 * n);
+  if (n > 8) v16_store_n(p + 16, _mm512_permutex2var_ps(a, high, b), 2 * n - 16);
+}
+
+V16 void v16_best_store(const v16_best *b, int32_t *ids, int n) {
+  v16_store_pairs((float *)ids, _mm512_castsi512_ps(b->id1), _mm512_castsi512_ps(b->id2), n);
+}
+
+#endif

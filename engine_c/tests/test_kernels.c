@@ -1,0 +1,213 @@
+/* test_kernels.c - activations, elementwise kernels and logits of every instruction set against the generic ones, bit by bit. */
+#include "fence.h"
+
+#include <math.h>
+
+#define ROUNDS 300
+
+static const colibri_kernels *k, *generic;
+
+/* ---------------------------------------------------------------- activations */
+
+static void check_prepare(int format, const float *x, int k_valid, int groups, int g0, int g1) {
+  size_t bytes = (size_t)colibri_row_bytes(format, groups);
+  char *row = fence_bytes(bytes, 1), *want = fence_bytes(bytes, 0);
+  int bad = k->prepare[format](x, k_valid, groups, g0, g1, row), bad_want = generic->prepare[format](x, k_valid, groups, g0, g1, want);
+  CHECK(bad == bad_want, "%s prepare %d returns %d", k->name, format, bad);
+  for (size_t i = 0; i < bytes; i++)
+    if (row[i] != want[i]) {
+      CHECK(row[i] == want[i], "%s prepare %d, groups %d of %d..%d, %d valid: byte %zu", k->name, format, groups, g0, g1, k_valid, i);
+      return;
+    }
+}
+
+static void test_prepare(void) {
+  for (int round = 0; round < ROUNDS; round++)
+    for (int format = 0; format < COLIBRI_FORMATS; format++) {
+      int groups = random_int(1, 12), g0 = random_int(0, groups - 1), g1 = random_int(g0 + 1, groups);
+      int valid = random_int(0, 32 * (g1 - g0));
+      float *x = random_floats((size_t)valid, round % VALUE_KINDS);
+      check_prepare(format, x, valid, groups, g0, g1);
+      if (valid) x[random_int(0, valid - 1)] = round % 3 == 0 ? NAN : round % 3 == 1 ? INFINITY : -INFINITY;
+      check_prepare(format, x, valid, groups, g0, g1);
+      fence_release();
+    }
+}
+
+/* What the format promises, on the generic kernel: |q| <= 127, x = q * scale within half a step, offsets. */
+static void test_prepare_error(void) {
+  for (int round = 0; round < ROUNDS; round++) {
+    float x[32];
+    _Alignas(64) int8_t row[64];
+    float step;
+    int32_t exponent, offset, sum = 0;
+    int format = round & 1 ? COLIBRI_INT4 : COLIBRI_INT8;
+    fill_floats(x, 32, round / 2 % 2 ? VALUES_WIDE : VALUES_NORMAL);
+    int bad = k->prepare[format](x, 32, 1, 0, 1, row);
+    CHECK(!bad, "%s prepare %d", k->name, format);
+    memcpy(&step, row + 32, 4);
+    memcpy(&exponent, row + 32, 4);
+    memcpy(&offset, row + 36, 4);
+    if (format == COLIBRI_INT4) step = ldexpf(1, exponent >> 23);
+    for (int i = 0; i < 32; i++) {
+      sum += row[i];
+      CHECK(row[i] >= -127, "%s quantises to %d", k->name, row[i]);
+      CHECK(fabs((double)x[i] - (double)step * row[i]) <= 0.50001 * (double)step, "%s: %a is not %d * %a", k->name, (double)x[i], row[i], (double)step);
+    }
+    CHECK(offset == (format == COLIBRI_INT8 ? -128 : -8) * sum, "%s offset %d", k->name, offset);
+  }
+}
+
+/* ---------------------------------------------------------------- norm, gate, elementwise */
+
+static void test_rmsnorm(void) {
+  for (int round = 0; round < ROUNDS; round++) {
+    int n = random_int(1, 200), kind = round % VALUE_KINDS;
+    float *x = random_floats((size_t)n, kind), *w = random_floats((size_t)n, VALUES_NORMAL), *y = fence_floats((size_t)n), *want = fence_floats((size_t)n);
+    k->rmsnorm(x, w, 1e-5f, n, y);
+    generic->rmsnorm(x, w, 1e-5f, n, want);
+    CHECK_SAME(y, want, n, "%s rmsnorm n %d", k->name, n);
+    k->rmsnorm(x, w, 1e-5f, n, x);
+    CHECK_SAME(x, want, n, "%s rmsnorm in place n %d", k->name, n);
+    fence_release();
+  }
+}
+
+static void test_gate(void) {
+  for (int round = 0; round < ROUNDS; round++) {
+    int experts = random_int(1, 19), hidden = random_int(1, 130), kind = round % VALUE_KINDS;
+    float *w = random_floats((size_t)experts * (size_t)hidden, kind), *x = random_floats((size_t)hidden, kind);
+    float *bias = round & 1 ? random_floats((size_t)experts, VALUES_NORMAL) : NULL;
+    float *y = fence_floats((size_t)experts), *want = fence_floats((size_t)experts);
+    k->gate(w, bias, experts, hidden, x, y);
+    generic->gate(w, bias, experts, hidden, x, want);
+    CHECK_SAME(y, want, experts, "%s gate [%d, %d]", k->name, experts, hidden);
+    fence_release();
+  }
+}
+
+static void test_silu_mul(void) {
+  for (int round = 0; round < ROUNDS; round++) {
+    int rows = random_int(0, 4), panels = random_int(1, 4), ld = 32 * panels + random_int(0, 3), y_ld = 16 * panels + random_int(0, 3);
+    size_t in = rows ? (size_t)((rows - 1) * ld + 32 * panels) : 0, out = rows ? (size_t)((rows - 1) * y_ld + 16 * panels) : 0;
+    float *gu = random_floats(in, round % VALUE_KINDS), *y = fence_floats(out), *want = fence_floats(out);
+    for (size_t i = 0; i < in; i += 7) gu[i] *= 40; /* past the exponential's ends */
+    k->silu_mul(gu, ld, rows, panels, y, y_ld);
+    generic->silu_mul(gu, ld, rows, panels, want, y_ld);
+    CHECK_SAME(y, want, out, "%s silu_mul %d rows, %d panels", k->name, rows, panels);
+    fence_release();
+  }
+}
+
+static void test_axpy_and_add(void) {
+  for (int round = 0; round < ROUNDS; round++) {
+    int n = random_int(0, 100), kind = round % VALUE_KINDS;
+    float *x = random_floats((size_t)n, kind), *y = random_floats((size_t)n, kind), *want = fence_floats((size_t)n), factor = check_normal();
+    memcpy(want, y, (size_t)n * 4);
+    k->axpy(factor, x, n, y);
+    generic->axpy(factor, x, n, want);
+    CHECK_SAME(y, want, n, "%s axpy n %d", k->name, n);
+    k->add(x, y, n, y);
+    generic->add(x, want, n, want);
+    CHECK_SAME(y, want, n, "%s add n %d", k->name, n);
+    fence_release();
+  }
+}
+
+static void test_rope(void) {
+  for (int round = 0; round < ROUNDS; round++) {
+    int half = random_int(0, 70), head_dim = 2 * half + random_int(0, 20), interleaved = round & 1;
+    float *x = random_floats((size_t)head_dim, round % VALUE_KINDS), *want = fence_floats((size_t)head_dim), *cs = random_floats((size_t)half * 2, VALUES_NORMAL);
+    memcpy(want, x, (size_t)head_dim * 4);
+    k->rope(x, cs, 2 * half, head_dim, interleaved, 0.125f);
+    generic->rope(want, cs, 2 * half, head_dim, interleaved, 0.125f);
+    CHECK_SAME(x, want, head_dim, "%s rope %d of %d, interleaved %d", k->name, 2 * half, head_dim, interleaved);
+    fence_release();
+  }
+}
+
+/* ---------------------------------------------------------------- logits */
+
+/* Some logits equal, so that ties occur; ids compared as bits of floats would be misread as NaN by no value in use. */
+static void test_top2(void) {
+  for (int round = 0; round < 3 * ROUNDS; round++) {
+    int experts = random_int(2, 16), n = random_int(0, 50), ld = experts + random_int(0, 3);
+    size_t floats = n ? (size_t)((n - 1) * ld + experts) : 0, pairs = 2 * (size_t)n;
+    float *z = random_floats(floats, round % 5 == 4 ? VALUES_ZERO : VALUES_NORMAL), *w = fence_floats(pairs), *w_want = fence_floats(pairs);
+    int32_t *ids = fence_bytes(4 * pairs, 1), *ids_want = fence_bytes(4 * pairs, 1);
+    for (size_t i = 0; round % 3 == 0 && i < floats; i++) z[i] = rintf(z[i]);
+    int bad = k->top2_softmax(z, ld, experts, n, ids, w), bad_want = generic->top2_softmax(z, ld, experts, n, ids_want, w_want);
+    CHECK(bad == -1 && bad_want == -1, "%s top2 finds a bad token %d, generic %d", k->name, bad, bad_want);
+    CHECK(!memcmp(ids, ids_want, 4 * pairs), "%s top2 chooses others, %d experts, %d tokens", k->name, experts, n);
+    CHECK_SAME(w, w_want, pairs, "%s top2 weights, %d experts, %d tokens", k->name, experts, n);
+    if (n) {
+      int t = random_int(0, n - 1);
+      z[t * ld + random_int(0, experts - 1)] = round & 1 ? NAN : round & 2 ? INFINITY : -INFINITY;
+      bad = k->top2_softmax(z, ld, experts, n, ids, w);
+      CHECK(bad == t, "%s top2 says token %d is bad, it is %d", k->name, bad, t);
+      for (size_t i = 0; i < pairs; i++) CHECK(ids[i] >= 0 && ids[i] < experts, "%s top2 gives expert %d", k->name, ids[i]);
+    }
+    fence_release();
+  }
+}
+
+static void test_argmax(void) {
+  for (int round = 0; round < ROUNDS; round++) {
+    int n = random_int(1, 100);
+    float *x = random_floats((size_t)n, round % VALUE_KINDS);
+    for (int i = 0; round & 1 && i < n; i++) x[i] = rintf(x[i]);
+    int32_t got = k->argmax(x, n), want = generic->argmax(x, n);
+    CHECK(got == want, "%s argmax of %d is %d, generic %d", k->name, n, got, want);
+    x[random_int(0, n - 1)] = round % 3 == 0 ? NAN : round % 3 == 1 ? INFINITY : -INFINITY;
+    CHECK(k->argmax(x, n) == -1 && generic->argmax(x, n) == -1, "%s argmax misses a value that is not finite", k->name);
+    fence_release();
+  }
+}
+
+static void test_sum_exp(void) {
+  for (int round = 0; round < ROUNDS; round++) {
+    int n = random_int(0, 100);
+    float *x = random_floats((size_t)n, round % VALUE_KINDS), shift = check_normal() * 10, got, want;
+    if (n && round % 3 == 0) x[random_int(0, n - 1)] = -INFINITY;
+    got = k->sum_exp(x, n, shift);
+    want = generic->sum_exp(x, n, shift);
+    CHECK_SAME(&got, &want, 1, "%s sum_exp n %d", k->name, n);
+    fence_release();
+  }
+}
+
+/* One element's sum_exp is the exponential itself: over all exponents, in 2^32 / 4099 steps, it is colibri_expf. */
+static void test_exponential(void) {
+  for (uint64_t u = 0; u < UINT64_C(1) << 32; u += 4099) {
+    uint32_t bits = (uint32_t)u;
+    float x, got, want;
+    memcpy(&x, &bits, sizeof x);
+    got = k->sum_exp(&x, 1, 0.0f);
+    want = 0.0f + colibri_expf(x);
+    CHECK_SAME(&got, &want, 1, "%s exp(%a)", k->name, (double)x);
+  }
+}
+
+static void test_isa(const char *isa) {
+  k = colibri_kernels_get();
+  generic = colibri_kernels_generic();
+  CHECK(!strcmp(k->name, isa) && !strcmp(colibri_isa_name(), isa), "%s selected, %s runs", isa, k->name);
+  test_prepare();
+  test_prepare_error();
+  test_rmsnorm();
+  test_gate();
+  test_silu_mul();
+  test_axpy_and_add();
+  test_rope();
+  test_top2();
+  test_argmax();
+  test_sum_exp();
+  test_exponential();
+}
+
+int main(void) {
+  colibri_error err;
+  CHECK(colibri_isa_select("sse9", &err) == COLIBRI_EUNSUPPORTED && strstr(err.message, "sse9"), "an unknown set is refused by name: %s", err.message);
+  check_each_isa(test_isa);
+  return check_result("test_kernels");
+}
