@@ -41,6 +41,7 @@ def generate(out_dir: str | Path) -> list[Path]:
         module = out / source.removesuffix(".proto")
         written += [module.with_name(module.name + suffix) for suffix in ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py")]
         _check_gencode(module.with_name(module.name + "_pb2.py"))
+        _allow_unset_bools(module.with_name(module.name + "_pb2.pyi"))
     return written + _write_packages(out, sources)
 
 
@@ -61,6 +62,11 @@ def _check_gencode(path: Path) -> None:
     if found is None or (int(found[1]), int(found[2])) > NEWEST_GENCODE:
         version = "unknown" if found is None else f"{found[1]}.{found[2]}"
         raise ProtoBuildError(f"{path.name} is for protobuf {version}, newer than 6.30: install '{BUILD_REQUIREMENT}'")
+
+
+def _allow_unset_bools(path: Path) -> None:
+    """protoc lets None stand for an unset field in its constructors' types, but for bools."""
+    path.write_text(path.read_text().replace(": bool = ...", ": _Optional[bool] = ..."))
 
 
 def _write_packages(out: Path, sources: list[str]) -> list[Path]:

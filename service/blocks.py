@@ -1,6 +1,6 @@
 """Paged KV memory: who holds which block, and which blocks still hold something worth reusing. Pure.
 
-A block holds the keys and values of BLOCK consecutive positions. Full blocks are published under (what came before, their tokens), so a later
+A block holds the keys and values of BLOCK consecutive positions. Full blocks are published under (what came before, tokens), so a later
 request with the same beginning takes them over instead of computing them. "What came before" is a number given to each published
 content once and never again, so a match is exact by induction: no hash is trusted.
 

@@ -7,14 +7,14 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self, get_args
 
 from engine_c.structs import KV_FORMATS
 
 _PREFIX = "COLIBRI_"
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
-_LOADS = ("map", "memfd")
-_FRONT_LANES = ("auto", "on", "off")
+Load = Literal["map", "memfd"]
+FrontLane = Literal["auto", "on", "off"]
 
 
 class ConfigError(ValueError):
@@ -34,10 +34,10 @@ class ServeConfig:
     metrics_host: str = "127.0.0.1"
     metrics_port: int | None = None  # Prometheus over HTTP; 0: any free one; None: none
 
-    load: str = "map"  # weights: "map" the file or copy to a sealed "memfd"
+    load: Load = "map"  # weights: "map" the file or copy to a sealed "memfd"
     workers_per_node: int | None = None  # worker processes; 0: compute in this process; None: planned
     threads_per_worker: int | None = None  # lanes of a worker; None: planned
-    front_lane: str = "auto"  # whether this process computes while it waits: auto, on, off
+    front_lane: FrontLane = "auto"  # whether this process computes while it waits: auto, on, off
 
     max_seqs: int = 64  # sequences of a step
     max_rows: int = 512  # tokens of a step
@@ -114,7 +114,7 @@ class ServeConfig:
                 raise ConfigError(f"{name} is {value}: it must lie between {low} and {high}")
 
     def _check_choices(self) -> None:
-        for name, allowed in (("load", _LOADS), ("front_lane", _FRONT_LANES), ("kv_format", tuple(KV_FORMATS))):
+        for name, allowed in (("load", get_args(Load)), ("front_lane", get_args(FrontLane)), ("kv_format", tuple(KV_FORMATS))):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}: it must be one of {', '.join(allowed)}")
         if not self.host and not self.unix_socket:
