@@ -86,7 +86,7 @@ def _piece(job: Job, rows: Rows, start: int, stop: int, columns: int) -> _Piece:
 def _plain(job: Job, rows: Rows, start: int, stop: int) -> Bytes:
     values = np.ascontiguousarray(rows(start, stop), dtype=np.float32)
     if not np.isfinite(values).all():
-        raise ConvertError(f"tensor {job.entry.name} (rows {start}..{stop - 1}) holds NaN or infinity; the checkpoint is damaged")
+        raise ConvertError(f"{_origin(job)}, rows {start}..{stop - 1}, holds NaN or infinity; the checkpoint is damaged")
     return values.reshape(-1).view(np.uint8)
 
 
@@ -94,7 +94,7 @@ def _packed(job: Job, rows: Rows, start: int, stop: int) -> Bytes:
     try:
         return pack(job.entry.format, rows(start, stop))
     except EngineError as error:
-        raise ConvertError(f"tensor {job.entry.name} (rows {start}..{stop - 1}) cannot be packed as {job.entry.format}: {error}") from error
+        raise ConvertError(f"{_origin(job)}, rows {start}..{stop - 1}, cannot be packed as {job.entry.format}: {error}") from error
 
 
 def _packed_expert(job: Job) -> Bytes:
@@ -103,4 +103,8 @@ def _packed_expert(job: Job) -> Bytes:
     try:
         return pack_expert(job.entry.format, gate, up, down)
     except EngineError as error:
-        raise ConvertError(f"tensor {job.entry.name} cannot be packed as {job.entry.format}: {error}") from error
+        raise ConvertError(f"{_origin(job)}, cannot be packed as {job.entry.format}: {error}") from error
+
+
+def _origin(job: Job) -> str:
+    return job.origin or f"tensor {job.entry.name}"

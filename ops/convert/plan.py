@@ -33,6 +33,8 @@ class Job:
     entry: TensorEntry
     rows: Rows | None = None
     expert: Expert | None = None
+    origin: str = ""
+    """file and tensors it is read from, for messages"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,7 @@ class _Planner:
         self._source, self._table, self._arch = source, table, arch
         self._linear, self._head = QUANT_FORMATS[quant]
         self._used: set[str] = {str(table.rope.get("factors", ""))}
+        self._reading: list[str] = []  # tensors found since the last job was made
 
     def model_jobs(self) -> list[Job]:
         arch = self._arch
@@ -96,7 +99,8 @@ class _Planner:
         def load() -> tuple[F32, F32, F32]:
             return gate(0, arch.ffn), up(0, arch.ffn), down(0, arch.hidden)
 
-        return Job(TensorEntry(f"layers.{layer}.experts.{expert}", "expert", self._linear, (arch.ffn, arch.hidden)), expert=load)
+        entry = TensorEntry(f"layers.{layer}.experts.{expert}", "expert", self._linear, (arch.ffn, arch.hidden))
+        return Job(entry, expert=load, origin=self._origin())
 
     def check_left_over(self) -> None:
         """A tensor nobody reads is a feature the engine would leave out, so the results would be wrong."""
@@ -121,17 +125,22 @@ class _Planner:
 
     def _qkv_bias(self, layer: int, q_rows: int, kv_rows: int) -> Job:
         parts = [(self._part(role, (rows,), layer), rows) for role, rows in (("q_bias", q_rows), ("k_bias", kv_rows), ("v_bias", kv_rows))]
-        return Job(TensorEntry(f"layers.{layer}.qkv_bias", "plain", "f32", (q_rows + 2 * kv_rows,)), rows=_joined(parts))
+        entry = TensorEntry(f"layers.{layer}.qkv_bias", "plain", "f32", (q_rows + 2 * kv_rows,))
+        return Job(entry, rows=_joined(parts), origin=self._origin())
+
+    def _origin(self) -> str:
+        names, self._reading = self._reading, []
+        return f"{self._source.where(names[0])}: tensor {', '.join(names)}"
 
     def _has(self, role: str) -> bool:
         return role in self._table.tensors
 
     def _plain(self, name: str, role: str, shape: tuple[int, ...], layer: int = 0) -> Job:
-        return Job(TensorEntry(name, "plain", "f32", shape), rows=self._part(role, shape, layer))
+        return Job(TensorEntry(name, "plain", "f32", shape), rows=self._part(role, shape, layer), origin=self._origin())
 
     def _packed(self, name: str, fmt: str, parts: list[tuple[Rows, int]]) -> Job:
         shape = (sum(rows for _, rows in parts), self._columns(name))
-        return Job(TensorEntry(name, "p32", fmt, shape), rows=_joined(parts))
+        return Job(TensorEntry(name, "p32", fmt, shape), rows=_joined(parts), origin=self._origin())
 
     def _columns(self, name: str) -> int:
         arch = self._arch
@@ -144,6 +153,7 @@ class _Planner:
         """How to read a role's tensor, after finding it and checking that its shape gives `shape`."""
         spec, name = self._find(role, layer, expert)
         self._used.add(name)
+        self._reading.append(name)
         stored = ((self._arch.experts,) if spec.stacked else ()) + ((2 * shape[0], *shape[1:]) if spec.half else shape)
         if self._source.shapes[name] != stored:
             raise ConvertError(

@@ -52,8 +52,8 @@ def scaled(where: str, scaling: Mapping[str, Json], base: float, dims: int, max_
     kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
     if kind not in _SCHEMES:
         raise ConvertError(f"{where}: rope scaling of type {kind!r} is not supported (supported: {', '.join(_SCHEMES)})")
-    exponent = np.arange(0, dims, 2, dtype=np.float32) / np.float32(dims)
-    plain = (np.float32(1.0) / np.float32(base) ** exponent).astype(np.float32)
+    exponent = np.arange(0, dims, 2, dtype=np.float64) / dims
+    plain = (np.float32(1.0) / (base**exponent).astype(np.float32)).astype(np.float32)  # rounded where torch rounds
     return _SCHEMES[kind](_Scaling(where, scaling, base, dims, max_context), plain)
 
 

@@ -65,7 +65,7 @@ def upcycle(plan: Plan, pairs: int, *, seed: int) -> Plan:
             if job.entry.name.endswith(".ffn_norm"):
                 jobs.append(_router_job(int(job.entry.name.split(".")[1]), pairs, arch.hidden, seed))
         else:
-            jobs += _expert_jobs(job.entry, shared.cached(job.expert), pairs, seed)
+            jobs += _expert_jobs(job.entry, shared.cached(job.expert), job.origin, pairs, seed)
     router = {**arch.router, "weight": "softmax_chosen"}
     return Plan(replace(arch, ffn=arch.ffn // 2, experts=2 * pairs, top_k=2, router=router), tuple(jobs))
 
@@ -77,11 +77,11 @@ def _router_job(layer: int, pairs: int, hidden: int, seed: int) -> Job:
     return Job(TensorEntry(f"layers.{layer}.router", "plain", "f32", matrix.shape), rows=lambda start, stop: matrix[start:stop])
 
 
-def _expert_jobs(entry: TensorEntry, dense: Expert, pairs: int, seed: int) -> list[Job]:
+def _expert_jobs(entry: TensorEntry, dense: Expert, origin: str, pairs: int, seed: int) -> list[Job]:
     layer = int(entry.name.split(".")[1])
     ffn, hidden = entry.shape
     entries = [replace(entry, name=f"layers.{layer}.experts.{expert}", shape=(ffn // 2, hidden)) for expert in range(2 * pairs)]
-    return [Job(half, expert=_half(dense, layer, expert, ffn, seed)) for expert, half in enumerate(entries)]
+    return [Job(half, expert=_half(dense, layer, index, ffn, seed), origin=origin) for index, half in enumerate(entries)]
 
 
 def _half(dense: Expert, layer: int, expert: int, ffn: int, seed: int) -> Expert:
