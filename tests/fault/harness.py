@@ -1,0 +1,100 @@
+"""A decode loop to disturb, and what to look at afterwards."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from engine_c import KV_BLOCK, SeqWork, Session, SessionOptions, StepStats
+from workers.supervisor import SupervisorConfig
+from workers.team import TeamConfig
+
+SEQUENCES = 16
+STEPS = 60
+BLOCKS = -(-(STEPS + 40) // KV_BLOCK)  # of each sequence
+OPTIONS = SessionOptions(max_rows=1024, max_seqs=SEQUENCES, max_logit_rows=SEQUENCES, kv_blocks=SEQUENCES * BLOCKS, hang_ms=100)
+
+
+def config(workers: int, *, threads: int = 1, supervisor: SupervisorConfig | None = None, front_lane: bool = True) -> TeamConfig:
+    """A team of so many workers on each node."""
+    return TeamConfig(
+        workers_per_node=workers,
+        threads_per_worker=threads,
+        front_lane="on" if front_lane else "off",
+        session=OPTIONS,
+        supervisor=supervisor or SupervisorConfig(),
+    )
+
+
+@dataclass
+class Decoding:
+    """SEQUENCES greedy sequences with prompts of 1 to 31 tokens, prefilled together and then decoded together."""
+
+    tokens: list[list[int]] = field(default_factory=lambda: [[] for _ in range(SEQUENCES)])
+    stats: list[StepStats] = field(default_factory=list)
+
+    def run(self, session: Session, *, steps: int = STEPS, before_step: Callable[[int], None] = lambda step: None) -> list[list[int]]:
+        """The tokens of every sequence. before_step(step) is called before each step."""
+        blocks = [range(i * BLOCKS, (i + 1) * BLOCKS) for i in range(SEQUENCES)]
+        work = [SeqWork([(7 * i + j) % 500 for j in range(1 + 2 * i)], 0, blocks[i], 1) for i in range(SEQUENCES)]
+        for step in range(steps):
+            before_step(step)
+            results, stats = session.step(work)
+            self.stats.append(stats)
+            for i, result in enumerate(results):
+                assert result.ok, result.error
+                token = result.rows[0].token
+                self.tokens[i].append(token)
+                work[i] = SeqWork([token], work[i].start + len(work[i].tokens), blocks[i], 1)
+        return self.tokens
+
+    @property
+    def rerun(self) -> int:
+        """Tasks taken over from dead lanes."""
+        return sum(stats.tasks_rerun for stats in self.stats)
+
+
+def wait_for(condition: Callable[[], bool], *, seconds: float, what: str) -> float:
+    """Polls until the condition holds; returns how long that took. Fails after the deadline."""
+    start = time.monotonic()
+    while not condition():
+        if time.monotonic() - start > seconds:
+            raise AssertionError(f"{what}: not within {seconds} s")
+        time.sleep(0.002)
+    return time.monotonic() - start
+
+
+def alive(pids: Sequence[int]) -> list[int]:
+    """Those that still run (a zombie of a parent that is gone waits for init and holds nothing)."""
+    found = []
+    for pid in pids:
+        try:
+            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                found.append(pid)
+        except psutil.NoSuchProcess:
+            pass
+    return found
+
+
+def children() -> list[str]:
+    """Our child processes, zombies included."""
+    return [f"{child.pid} {child.status()}" for child in psutil.Process().children(recursive=True)]
+
+
+def descriptors() -> list[str]:
+    """What our open descriptors point to."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found.append(os.readlink(f"/proc/self/fd/{name}").split(":[")[0])
+        except FileNotFoundError:
+            pass  # the descriptor of this very listing
+    return sorted(found)
+
+
+Model = Path
