@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TypeAlias
@@ -55,40 +55,52 @@ def build_plan(source: Source, table: Table, arch: Arch, quant: str) -> Plan:
     return Plan(arch, tuple(jobs))
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A tensor of the source, or the part of one, that plays a role."""
+
+    name: str
+    count: int
+    """rows"""
+    rows: Rows
+
+
 class _Planner:
     def __init__(self, source: Source, table: Table, arch: Arch, quant: str) -> None:
         self._source, self._table, self._arch = source, table, arch
         self._linear, self._head = QUANT_FORMATS[quant]
         self._used: set[str] = {str(table.rope.get("factors", ""))}
-        self._reading: list[str] = []  # tensors found since the last job was made
 
     def model_jobs(self) -> list[Job]:
         arch = self._arch
         inv_freq = arch.rope.inv_freq
         jobs = [
-            self._packed("embed", self._head, [self._matrix("embed", (arch.vocab, arch.hidden))]),
-            self._plain("final_norm", "final_norm", (arch.hidden,)),
+            self._packed("embed", self._head, arch.hidden, self._part("embed", (arch.vocab, arch.hidden))),
+            self._plain("final_norm", self._part("final_norm", (arch.hidden,))),
             Job(TensorEntry("rope.inv_freq", "plain", "f32", inv_freq.shape), rows=lambda start, stop: inv_freq[start:stop]),
         ]
         if arch.tied:
             self._used.update(spec.name for spec in self._table.tensors.get("head", ()))
         else:
-            jobs.insert(1, self._packed("head", self._head, [self._matrix("head", (arch.vocab, arch.hidden))]))
+            jobs.insert(1, self._packed("head", self._head, arch.hidden, self._part("head", (arch.vocab, arch.hidden))))
         return jobs
 
     def layer_jobs(self, layer: int) -> list[Job]:
         arch, prefix = self._arch, f"layers.{layer}"
         q_rows, kv_rows = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
-        qkv = [self._matrix(role, (rows, arch.hidden), layer) for role, rows in (("q", q_rows), ("k", kv_rows), ("v", kv_rows))]
+        qkv = [self._part(role, (rows, arch.hidden), layer) for role, rows in (("q", q_rows), ("k", kv_rows), ("v", kv_rows))]
         jobs = [
-            self._plain(f"{prefix}.attn_norm", "attn_norm", (arch.hidden,), layer),
-            self._packed(f"{prefix}.qkv", self._linear, qkv),
-            self._packed(f"{prefix}.o", self._linear, [self._matrix("o", (arch.hidden, q_rows), layer)]),
-            self._plain(f"{prefix}.ffn_norm", "ffn_norm", (arch.hidden,), layer),
+            self._plain(f"{prefix}.attn_norm", self._part("attn_norm", (arch.hidden,), layer)),
+            self._packed(f"{prefix}.qkv", self._linear, arch.hidden, *qkv),
+            self._packed(f"{prefix}.o", self._linear, q_rows, self._part("o", (arch.hidden, q_rows), layer)),
+            self._plain(f"{prefix}.ffn_norm", self._part("ffn_norm", (arch.hidden,), layer)),
         ]
-        jobs += [self._plain(f"{prefix}.{role}", role, (arch.head_dim,), layer) for role in ("q_norm", "k_norm") if self._has(role)]
+        for role in ("q_norm", "k_norm"):
+            if self._has(role):
+                jobs.append(self._plain(f"{prefix}.{role}", self._part(role, (arch.head_dim,), layer)))
         if self._has("q_bias"):
-            jobs.append(self._qkv_bias(layer, q_rows, kv_rows))
+            biases = [self._part(role, (rows,), layer) for role, rows in (("q_bias", q_rows), ("k_bias", kv_rows), ("v_bias", kv_rows))]
+            jobs.append(self._plain(f"{prefix}.qkv_bias", *biases))
         return jobs + self._router_jobs(layer)
 
     def expert_job(self, layer: int, expert: int) -> Job:
@@ -97,10 +109,10 @@ class _Planner:
         down = self._part("down", (arch.hidden, arch.ffn), layer, expert)
 
         def load() -> tuple[F32, F32, F32]:
-            return gate(0, arch.ffn), up(0, arch.ffn), down(0, arch.hidden)
+            return gate.rows(0, arch.ffn), up.rows(0, arch.ffn), down.rows(0, arch.hidden)
 
         entry = TensorEntry(f"layers.{layer}.experts.{expert}", "expert", self._linear, (arch.ffn, arch.hidden))
-        return Job(entry, expert=load, origin=self._origin())
+        return Job(entry, expert=load, origin=self._origin((gate, up, down)))
 
     def check_left_over(self) -> None:
         """A tensor nobody reads is a feature the engine would leave out, so the results would be wrong."""
@@ -118,42 +130,30 @@ class _Planner:
         if arch.experts == 1:  # one expert has weight 1 whatever its router says
             self._used.update(spec.name.format(layer=layer) for spec in self._table.tensors.get("router", ()))
             return []
-        jobs = [self._plain(f"{prefix}.router", "router", (arch.experts, arch.hidden), layer)]
+        jobs = [self._plain(f"{prefix}.router", self._part("router", (arch.experts, arch.hidden), layer))]
         if self._has("router_bias"):
-            jobs.append(self._plain(f"{prefix}.router_bias", "router_bias", (arch.experts,), layer))
+            jobs.append(self._plain(f"{prefix}.router_bias", self._part("router_bias", (arch.experts,), layer)))
         return jobs
-
-    def _qkv_bias(self, layer: int, q_rows: int, kv_rows: int) -> Job:
-        parts = [(self._part(role, (rows,), layer), rows) for role, rows in (("q_bias", q_rows), ("k_bias", kv_rows), ("v_bias", kv_rows))]
-        entry = TensorEntry(f"layers.{layer}.qkv_bias", "plain", "f32", (q_rows + 2 * kv_rows,))
-        return Job(entry, rows=_joined(parts), origin=self._origin())
-
-    def _origin(self) -> str:
-        names, self._reading = self._reading, []
-        return f"{self._source.where(names[0])}: tensor {', '.join(names)}"
 
     def _has(self, role: str) -> bool:
         return role in self._table.tensors
 
-    def _plain(self, name: str, role: str, shape: tuple[int, ...], layer: int = 0) -> Job:
-        return Job(TensorEntry(name, "plain", "f32", shape), rows=self._part(role, shape, layer), origin=self._origin())
+    def _plain(self, name: str, *parts: _Part) -> Job:
+        columns = self._source.shapes[parts[0].name][1:]
+        shape = (sum(part.count for part in parts), *columns)
+        return Job(TensorEntry(name, "plain", "f32", shape), rows=_joined(parts), origin=self._origin(parts))
 
-    def _packed(self, name: str, fmt: str, parts: list[tuple[Rows, int]]) -> Job:
-        shape = (sum(rows for _, rows in parts), self._columns(name))
-        return Job(TensorEntry(name, "p32", fmt, shape), rows=_joined(parts), origin=self._origin())
+    def _packed(self, name: str, fmt: str, columns: int, *parts: _Part) -> Job:
+        shape = (sum(part.count for part in parts), columns)
+        return Job(TensorEntry(name, "p32", fmt, shape), rows=_joined(parts), origin=self._origin(parts))
 
-    def _columns(self, name: str) -> int:
-        arch = self._arch
-        return arch.heads * arch.head_dim if name.endswith(".o") else arch.hidden
+    def _origin(self, parts: Sequence[_Part]) -> str:
+        return f"{self._source.where(parts[0].name)}: tensor {', '.join(part.name for part in parts)}"
 
-    def _matrix(self, role: str, shape: tuple[int, int], layer: int = 0) -> tuple[Rows, int]:
-        return self._part(role, shape, layer), shape[0]
-
-    def _part(self, role: str, shape: tuple[int, ...], layer: int = 0, expert: int = 0) -> Rows:
+    def _part(self, role: str, shape: tuple[int, ...], layer: int = 0, expert: int = 0) -> _Part:
         """How to read a role's tensor, after finding it and checking that its shape gives `shape`."""
         spec, name = self._find(role, layer, expert)
         self._used.add(name)
-        self._reading.append(name)
         stored = ((self._arch.experts,) if spec.stacked else ()) + ((2 * shape[0], *shape[1:]) if spec.half else shape)
         if self._source.shapes[name] != stored:
             raise ConvertError(
@@ -164,7 +164,7 @@ class _Planner:
             rows = _shifted(rows, shape[0] if spec.half == "second" else 0)
         if spec.unpermute:
             rows = _unpermuted(rows, shape[0] // (self._arch.heads if spec.unpermute == "heads" else self._arch.kv_heads))
-        return rows
+        return _Part(name, shape[0], rows)
 
     def _find(self, role: str, layer: int, expert: int) -> tuple[TensorSpec, str]:
         specs = self._table.tensors.get(role, ())
@@ -190,18 +190,18 @@ class _Planner:
         return rows
 
 
-def _joined(parts: list[tuple[Rows, int]]) -> Rows:
-    """Matrices one below the other."""
+def _joined(parts: Sequence[_Part]) -> Rows:
+    """Parts one below the other."""
     if len(parts) == 1:
-        return parts[0][0]
+        return parts[0].rows
 
     def rows(start: int, stop: int) -> F32:
         pieces, first = [], 0
-        for part, count in parts:
-            low, high = max(start - first, 0), min(stop - first, count)
+        for part in parts:
+            low, high = max(start - first, 0), min(stop - first, part.count)
             if low < high:
-                pieces.append(part(low, high))
-            first += count
+                pieces.append(part.rows(low, high))
+            first += part.count
         return np.concatenate(pieces)
 
     return rows
