@@ -32,28 +32,35 @@ typedef void (*colibri_gemm_tile)(const char *w, int groups, const void *const *
                                   ptrdiff_t ahead_step);
 
 typedef struct colibri_gemm_tiles {
-  int format, max_rows;                /* the tile of r rows is tile[r], 1 <= r <= max_rows */
-  ptrdiff_t near, far;                 /* bytes that a lone tile of one row, of more rows, prefetches ahead; 0: none */
-  colibri_gemm_tile tile[17];
+  int format, max_rows;      /* the tile of r rows is tile[r], 1 <= r <= max_rows */
+  int streams;               /* tiles of at most so many rows read a panel once, front to back */
+  colibri_gemm_tile tile[9];
 } colibri_gemm_tiles;
 
 /* Rows are walked in blocks whose activations stay in the second-level cache beside a panel. */
 #define COLIBRI_GEMM_ROW_BLOCK (400 * 1024)
 
-/* One panel against `n` rows, cut into the fewest tiles, as equal as possible; together they prefetch the panel that follows. */
+/* Outputs are prefetched from this many tiles a panel on: with fewer the weights' stream from memory is the limit, and this gets in its way. */
+#define COLIBRI_GEMM_OUT_TILES 4
+
+static inline void colibri_gemm_prefetch_out(const float *out, ptrdiff_t ld, int n) {
+  for (int r = 0; r < n; r++) {
+    __builtin_prefetch(out + r * ld, 1);
+    __builtin_prefetch(out + r * ld + 16, 1);
+  }
+}
+
+/* One panel against `n` rows, cut into the fewest tiles, as equal as possible. A panel read once is left to the hardware's prefetcher, which
+ * software prefetching only slows; otherwise the tiles together fetch the panel that follows, so that memory is never idle. */
 static inline void colibri_gemm_panel(const colibri_gemm_tiles *t, const char *w, int groups, const void *const *rows, int n, float *out, ptrdiff_t ld) {
   ptrdiff_t block = (ptrdiff_t)colibri_block_bytes(t->format);
   int tiles = (n + t->max_rows - 1) / t->max_rows;
-  if (tiles == 1) {
-    ptrdiff_t distance = n == 1 ? t->near : t->far;
-    t->tile[n](w, groups, rows, out, ld, w + distance, distance ? block : 0);
-    return;
-  }
-  ptrdiff_t step = (block / tiles + 63) / 64 * 64;
-  const char *next = w + block * groups;
-  for (int i = 0, r = 0; i < tiles; i++) {
-    int m = (n - r + tiles - i - 1) / (tiles - i);
-    t->tile[m](w, groups, rows + r, out + r * ld, ld, next + step * groups * i, step);
+  ptrdiff_t step = n <= t->streams ? 0 : (block / tiles + 63) / 64 * 64;
+  const char *ahead = w + block * groups;
+  for (int r = 0; tiles > 0; tiles--, ahead += step * groups) {
+    int m = (n - r + tiles - 1) / tiles;
+    if (n > t->max_rows * (COLIBRI_GEMM_OUT_TILES - 1)) colibri_gemm_prefetch_out(out + r * ld, ld, m);
+    t->tile[m](w, groups, rows + r, out + r * ld, ld, ahead, step);
     r += m;
   }
 }

@@ -10,7 +10,7 @@
 #include <string.h>
 
 #define ALWAYS inline __attribute__((always_inline))
-#define UNROLL _Pragma("GCC unroll 16")
+#define UNROLL _Pragma("GCC unroll 8")
 #define MAX_R 6
 #define TILE_ARGS \
   const char *w, int groups, const void *const *rows, float *out, ptrdiff_t ld, const char *ahead, ptrdiff_t ahead_step
@@ -34,8 +34,9 @@ static ALWAYS __m256i pinned(__m256i sum) {
 #define CLEAR(acc) \
   UNROLL for (int r = 0; r < R; r++) UNROLL for (int c = 0; c < C; c++) acc[r][c] = _mm256_setzero_ps()
 
+/* Into the second-level cache: fetched further, the next panel would push this one out of the first. */
 #define PREFETCH() \
-  for (const char *stop = ahead + ahead_step; ahead < stop; ahead += 64) _mm_prefetch(ahead, _MM_HINT_T0)
+  for (const char *stop = ahead + ahead_step; ahead < stop; ahead += 64) _mm_prefetch(ahead, _MM_HINT_T1)
 
 #define STORE() \
   UNROLL for (int r = 0; r < R; r++) UNROLL for (int c = 0; c < C; c++) _mm256_storeu_ps(out + r * ld + 8 * (first + c), acc[r][c])
@@ -149,18 +150,20 @@ static ALWAYS void pass_int4(const int R, const int C, const int first, TILE_ARG
     body(R, 2, 0, w, groups, rows, out, ld, ahead, ahead_step);  \
     body(R, 2, 2, w, groups, rows, out, ld, ahead, 0);           \
   }
-#define TILES(body) WIDE(body, 1) WIDE(body, 2) NARROW(body, 3) NARROW(body, 4) NARROW(body, 5) NARROW(body, 6)
-#define LIST(body) {NULL, body##_1, body##_2, body##_3, body##_4, body##_5, body##_6}
+#define TILES_4(body) WIDE(body, 1) WIDE(body, 2) NARROW(body, 3) NARROW(body, 4)
+#define TILES_6(body) TILES_4(body) NARROW(body, 5) NARROW(body, 6)
+#define LIST_4(body) {NULL, body##_1, body##_2, body##_3, body##_4}
+#define LIST_6(body) {NULL, body##_1, body##_2, body##_3, body##_4, body##_5, body##_6}
 
-TILES(pass_f32)
-TILES(pass_bf16)
-TILES(pass_int8)
-TILES(pass_int4)
+TILES_6(pass_f32)
+TILES_4(pass_bf16)
+TILES_4(pass_int8)
+TILES_4(pass_int4)
 
-static const colibri_gemm_tiles f32_tiles = {COLIBRI_F32, 6, 0, 0, LIST(pass_f32)};
-static const colibri_gemm_tiles bf16_tiles = {COLIBRI_BF16, 4, 0, 0, LIST(pass_bf16)};
-static const colibri_gemm_tiles int8_tiles = {COLIBRI_INT8, 4, 0, 4096, LIST(pass_int8)};
-static const colibri_gemm_tiles int4_tiles = {COLIBRI_INT4, 4, 4096, 4096, LIST(pass_int4)};
+static const colibri_gemm_tiles f32_tiles = {COLIBRI_F32, 6, 2, LIST_6(pass_f32)};
+static const colibri_gemm_tiles bf16_tiles = {COLIBRI_BF16, 4, 2, LIST_4(pass_bf16)};
+static const colibri_gemm_tiles int8_tiles = {COLIBRI_INT8, 4, 2, LIST_4(pass_int8)};
+static const colibri_gemm_tiles int4_tiles = {COLIBRI_INT4, 4, 2, LIST_4(pass_int4)};
 
 #define RUN(tiles) colibri_gemm_run(tiles, w, panels, groups, rows, n_rows, out, ld)
 

@@ -1,7 +1,7 @@
 /* gemm_avx512.c - matrix products for AVX-512 (F, BW, VL, DQ), with VNNI and BF16 where the CPU has them.
  *
- * A tile keeps R rows x 32 outputs of f32 sums in registers, and the int32 sums of one half (16 outputs). All tile functions are one body with R
- * a constant, unrolled in full. */
+ * A tile keeps the sums of R rows x 32 outputs in registers, f32 and for the integer formats int32 as well, hence at most 6 rows there. The tiles
+ * of a format are one body with R a constant, unrolled in full. */
 #include "gemm.h"
 
 #if defined(__x86_64__)
@@ -12,8 +12,8 @@
 #include "cpu.h"
 
 #define ALWAYS inline __attribute__((always_inline))
-#define UNROLL _Pragma("GCC unroll 16")
-#define HALVES(i, span) UNROLL for (int i = 0; i < 2; i++) if (i < span)
+#define UNROLL _Pragma("GCC unroll 8")
+#define MAX_R 8
 #define TILE_ARGS \
   const char *w, int groups, const void *const *rows, float *out, ptrdiff_t ld, const char *ahead, ptrdiff_t ahead_step
 #define TILE_PASS w, groups, rows, out, ld, ahead, ahead_step
@@ -28,23 +28,24 @@ static ALWAYS __m512i broadcast(const void *row, ptrdiff_t at) {
 
 static ALWAYS __m512 weight_scales(const char *w, int h) { return _mm512_cvtph_ps(_mm256_load_si256((const __m256i *)(w + 32 * h))); }
 
-/* Keeps the compiler from carrying broadcasts of one half over to the next, which costs more registers than there are. */
-#define OPAQUE(index) __asm__("" : "+r"(index))
-
+/* Into the second-level cache: fetched further, the next panel would push this one out of the first. */
 #define PREFETCH() \
-  for (const char *stop = ahead + ahead_step; ahead < stop; ahead += 64) _mm_prefetch(ahead, _MM_HINT_T0)
+  for (const char *stop = ahead + ahead_step; ahead < stop; ahead += 64) _mm_prefetch(ahead, _MM_HINT_T1)
 
-#define STORE()                                    \
-  UNROLL for (int r = 0; r < R; r++) {             \
-    _mm512_storeu_ps(out + r * ld, acc[r][0]);     \
+#define CLEAR(acc) \
+  UNROLL for (int r = 0; r < R; r++) acc[r][0] = acc[r][1] = _mm512_setzero_ps()
+
+#define STORE(acc)                                  \
+  UNROLL for (int r = 0; r < R; r++) {              \
+    _mm512_storeu_ps(out + r * ld, acc[r][0]);      \
     _mm512_storeu_ps(out + r * ld + 16, acc[r][1]); \
   }
 
 /* ---- f32 and, without AVX512_BF16, bf16: fma chains over k ascending ---- */
 
 static ALWAYS void tile_f32(const int R, TILE_ARGS) {
-  __m512 acc[12][2];
-  UNROLL for (int r = 0; r < R; r++) acc[r][0] = acc[r][1] = _mm512_setzero_ps();
+  __m512 acc[MAX_R][2];
+  CLEAR(acc);
   for (ptrdiff_t k = 0; k < 32 * (ptrdiff_t)groups; k += 4) {
     if (k % 32 == 0) PREFETCH();
     UNROLL for (int i = 0; i < 4; i++, w += 128) {
@@ -56,7 +57,7 @@ static ALWAYS void tile_f32(const int R, TILE_ARGS) {
       }
     }
   }
-  STORE();
+  STORE(acc);
 }
 
 /* The even and odd bf16 of each 32-bit lane as f32. */
@@ -64,8 +65,8 @@ static ALWAYS __m512 even_bf16(__m512i v) { return _mm512_castsi512_ps(_mm512_sl
 static ALWAYS __m512 odd_bf16(__m512i v) { return _mm512_castsi512_ps(_mm512_and_si512(v, _mm512_set1_epi32((int)0xffff0000u))); }
 
 static ALWAYS void tile_bf16_plain(const int R, TILE_ARGS) {
-  __m512 acc[12][2];
-  UNROLL for (int r = 0; r < R; r++) acc[r][0] = acc[r][1] = _mm512_setzero_ps();
+  __m512 acc[MAX_R][2];
+  CLEAR(acc);
   for (ptrdiff_t k = 0; k < 64 * (ptrdiff_t)groups; k += 8) {
     if (k % 64 == 0) PREFETCH();
     UNROLL for (int i = 0; i < 2; i++, w += 128) {
@@ -79,12 +80,11 @@ static ALWAYS void tile_bf16_plain(const int R, TILE_ARGS) {
       }
     }
   }
-  STORE();
+  STORE(acc);
 }
 
 /* ---- int8 and int4 without VNNI ---- */
 
-#define MAX_R 6
 #define NAME(x) x##_plain
 /* At most 4 * 15 * 127 in a 16-bit pair sum. */
 static ALWAYS __m512i dot_u4_plain(__m512i sum, __m512i weights, __m512i x) {
@@ -102,7 +102,6 @@ static ALWAYS __m512i dot_s8_plain(__m512i sum, __m512i weights, __m512i x) {
 #define INT8_WEIGHTS(v) (v)
 #define INT8_START(r, at) ((void)(at), _mm512_setzero_si512())
 #include "gemm_avx512.inc.h"
-#undef MAX_R
 #undef NAME
 #undef DOT_U4
 #undef DOT_S8
@@ -113,26 +112,23 @@ static ALWAYS __m512i dot_s8_plain(__m512i sum, __m512i weights, __m512i x) {
   static void body##_##R(TILE_ARGS) { body(R, TILE_PASS); }
 #define TILES_6(body) TILE(body, 1) TILE(body, 2) TILE(body, 3) TILE(body, 4) TILE(body, 5) TILE(body, 6)
 #define TILES_8(body) TILES_6(body) TILE(body, 7) TILE(body, 8)
-#define TILES_12(body) TILES_8(body) TILE(body, 9) TILE(body, 10) TILE(body, 11) TILE(body, 12)
 #define LIST_6(body) NULL, body##_1, body##_2, body##_3, body##_4, body##_5, body##_6
 #define LIST_8(body) LIST_6(body), body##_7, body##_8
-#define LIST_12(body) LIST_8(body), body##_9, body##_10, body##_11, body##_12
 
-TILES_12(tile_f32)
+TILES_6(tile_f32)
 TILES_8(tile_bf16_plain)
 TILES_6(tile_int8_plain)
 TILES_6(tile_int4_plain)
 
-static const colibri_gemm_tiles f32_tiles = {COLIBRI_F32, 12, 0, 0, {LIST_12(tile_f32)}};
-static const colibri_gemm_tiles bf16_plain_tiles = {COLIBRI_BF16, 8, 0, 0, {LIST_8(tile_bf16_plain)}};
-static const colibri_gemm_tiles int8_plain_tiles = {COLIBRI_INT8, 6, 0, 4096, {LIST_6(tile_int8_plain)}};
-static const colibri_gemm_tiles int4_plain_tiles = {COLIBRI_INT4, 6, 4096, 4096, {LIST_6(tile_int4_plain)}};
+static const colibri_gemm_tiles f32_tiles = {COLIBRI_F32, 6, 6, {LIST_6(tile_f32)}};
+static const colibri_gemm_tiles bf16_plain_tiles = {COLIBRI_BF16, 8, 8, {LIST_8(tile_bf16_plain)}};
+static const colibri_gemm_tiles int8_plain_tiles = {COLIBRI_INT8, 6, 6, {LIST_6(tile_int8_plain)}};
+static const colibri_gemm_tiles int4_plain_tiles = {COLIBRI_INT4, 6, 6, {LIST_6(tile_int4_plain)}};
 
 /* ---- int8 and int4 with VNNI ---- */
 
 #pragma GCC push_options
 #pragma GCC target("avx512vnni")
-#define MAX_R 8
 #define NAME(x) x##_vnni
 #define DOT_U4 _mm512_dpbusd_epi32
 #define DOT_S8 _mm512_dpbusd_epi32
@@ -140,20 +136,20 @@ static const colibri_gemm_tiles int4_plain_tiles = {COLIBRI_INT4, 6, 4096, 4096,
 #define INT8_WEIGHTS(v) _mm512_xor_si512(v, _mm512_set1_epi8((char)0x80))
 #define INT8_START(r, at) BROADCAST(r, at)
 #include "gemm_avx512.inc.h"
-TILES_8(tile_int8_vnni)
-TILES_8(tile_int4_vnni)
+TILES_6(tile_int8_vnni)
+TILES_6(tile_int4_vnni)
 #pragma GCC pop_options
 
-static const colibri_gemm_tiles int8_vnni_tiles = {COLIBRI_INT8, 8, 0, 4096, {LIST_8(tile_int8_vnni)}};
-static const colibri_gemm_tiles int4_vnni_tiles = {COLIBRI_INT4, 8, 4096, 4096, {LIST_8(tile_int4_vnni)}};
+static const colibri_gemm_tiles int8_vnni_tiles = {COLIBRI_INT8, 6, 6, {LIST_6(tile_int8_vnni)}};
+static const colibri_gemm_tiles int4_vnni_tiles = {COLIBRI_INT4, 6, 6, {LIST_6(tile_int4_vnni)}};
 
 /* ---- bf16 with AVX512_BF16 ---- */
 
 #pragma GCC push_options
 #pragma GCC target("avx512bf16")
 static ALWAYS void tile_bf16_native(const int R, TILE_ARGS) {
-  __m512 acc[12][2];
-  UNROLL for (int r = 0; r < R; r++) acc[r][0] = acc[r][1] = _mm512_setzero_ps();
+  __m512 acc[MAX_R][2];
+  CLEAR(acc);
   for (ptrdiff_t k = 0; k < 64 * (ptrdiff_t)groups; k += 16) {
     if (k % 64 == 0) PREFETCH();
     UNROLL for (int i = 0; i < 4; i++, w += 128) {
@@ -165,12 +161,12 @@ static ALWAYS void tile_bf16_native(const int R, TILE_ARGS) {
       }
     }
   }
-  STORE();
+  STORE(acc);
 }
-TILES_12(tile_bf16_native)
+TILES_8(tile_bf16_native)
 #pragma GCC pop_options
 
-static const colibri_gemm_tiles bf16_native_tiles = {COLIBRI_BF16, 12, 0, 0, {LIST_12(tile_bf16_native)}};
+static const colibri_gemm_tiles bf16_native_tiles = {COLIBRI_BF16, 8, 8, {LIST_8(tile_bf16_native)}};
 
 /* ---- the table's functions ---- */
 
