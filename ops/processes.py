@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,11 +62,14 @@ def _lanes(command: list[str]) -> tuple[int, ...]:
 
 
 def _lane_cpus(process: psutil.Process) -> tuple[int, ...]:
-    """CPUs of the pinned threads; if none is pinned, those of the whole process."""
+    """CPUs of the threads pinned to fewer than the process may use; if none is, those of the process."""
     everywhere = set(process.cpu_affinity())
     pinned: set[int] = set()
     for thread in process.threads():
-        cpus = set(psutil.Process(thread.id).cpu_affinity()) if psutil.pid_exists(thread.id) else everywhere
+        try:
+            cpus = os.sched_getaffinity(thread.id)
+        except ProcessLookupError:
+            continue  # it has just ended
         if cpus < everywhere:
             pinned |= cpus
     return tuple(sorted(pinned or everywhere))

@@ -62,11 +62,12 @@ class Report:
 
     def table(self) -> Table:
         """For people."""
+        from rich import box
         from rich.table import Table
 
         machine = self.machine
-        table = Table(title=f"{self.bench}: {self.model}", caption=f"{machine.cpu}, {machine.cores} cores, {machine.isa}, "
-                      f"plain read {self.read_gb_s:.1f} GB/s, commit {machine.commit}")
+        where = f"{machine.cpu}, {machine.cores} cores, {machine.isa}, plain read {self.read_gb_s:.1f} GB/s, commit {machine.commit}"
+        table = Table(title=f"{self.bench}: {self.model}", caption=where, box=box.SIMPLE_HEAD)
         details = list(dict.fromkeys(name for row in self.rows for name in row.details))
         for heading in ("case", "median", "unit", "spread", *details):
             table.add_column(heading, justify="left" if heading in ("case", "unit") else "right")

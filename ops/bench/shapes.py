@@ -17,11 +17,13 @@ def parse_shape(text: str) -> ModelShape:
     if len(words) != len(FIELDS):
         raise typer.BadParameter(f"--shape {text}: one of {', '.join(SHAPES)}, or {len(FIELDS)} numbers {','.join(FIELDS)}")
     try:
-        numbers = dict(zip(FIELDS, map(int, words), strict=True))
+        layers, hidden, heads, kv_heads, ffn, experts, top_k, vocab = numbers = [int(word) for word in words]
     except ValueError as cause:
         raise typer.BadParameter(f"--shape {text}: {cause}") from None
-    _check(numbers)
-    return ModelShape(**numbers)
+    _check(dict(zip(FIELDS, numbers, strict=True)))
+    return ModelShape(
+        layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, ffn=ffn, experts=experts, top_k=top_k, vocab=vocab
+    )
 
 
 def _check(numbers: dict[str, int]) -> None:

@@ -17,7 +17,6 @@ from ops.commands.streaming import (
     Timeout,
     TopK,
     TopP,
-    sampling,
     show_stream,
     write_note,
     write_text,
@@ -47,12 +46,17 @@ def register(app: typer.Typer) -> None:
         timeout: Timeout = None,
         quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No figures.")] = False,
     ) -> None:
-        from colibri.v1 import inference_pb2 as pb
-        from service.client import Client
+        from service.client import Client, generate_request
 
-        request = pb.GenerateRequest(model=model, max_tokens=max_tokens, sampling=sampling(temperature, top_p, top_k, seed))
-        if system is not None:
-            request.chat.messages.add(role="system", content=system)
+        request = generate_request(
+            messages=[("system", system)] if system is not None else [],
+            model=model,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            seed=seed,
+        )
         with Client(target) as client:
             for line in [message] if message is not None else user_lines():
                 take_turn(client, request, line, timeout=timeout, quiet=quiet)

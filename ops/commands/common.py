@@ -85,7 +85,7 @@ def console() -> Console:
     """A rich console on stdout that is plain when stdout is not a terminal."""
     from rich.console import Console
 
-    return Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 160)
 
 
 def human_bytes(count: float) -> str:

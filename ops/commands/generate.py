@@ -18,7 +18,6 @@ from ops.commands.streaming import (
     Timeout,
     TopK,
     TopP,
-    sampling,
     show_stream,
     write_note,
     write_text,
@@ -47,15 +46,19 @@ def register(app: typer.Typer) -> None:
             raise typer.BadParameter("give a prompt or --tokens, not both")
         ids = parse_ints(tokens, option="--tokens") if tokens is not None else None
         text = (sys.stdin.read() if prompt in (None, "-") else prompt) if ids is None else None
-        from colibri.v1 import inference_pb2 as pb
-        from service.client import Client
+        from service.client import Client, generate_request
 
-        request = pb.GenerateRequest(model=model, max_tokens=max_tokens, sampling=sampling(temperature, top_p, top_k, seed))
-        request.stop.strings.extend(stop or [])
-        if ids is not None:
-            request.tokens.ids.extend(check_ids(ids))
-        else:
-            request.text = text or ""
+        request = generate_request(
+            text,
+            tokens=ids and check_ids(ids),
+            model=model,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            seed=seed,
+            stop=stop or (),
+        )
         with Client(target) as client:
             streamed = show_stream(client.generate(request, timeout=timeout), write=write_text)
         write_text("\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -26,6 +27,15 @@ class Load(StrEnum):
 
     MAP = "map"
     MEMFD = "memfd"
+
+
+class LogLevel(StrEnum):
+    """Least severity that is logged."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
 
 
 def register(app: typer.Typer) -> None:
@@ -53,7 +63,8 @@ def register(app: typer.Typer) -> None:
         default_max_tokens: Annotated[int | None, typer.Option(help="Length of an answer if a request does not say (512).")] = None,
         drain_grace: Annotated[float | None, typer.Option(help="Seconds that answers may take to finish after SIGTERM (30).")] = None,
         hang_ms: Annotated[int | None, typer.Option(help="A worker that holds a task longer is killed (1000); 0: never.")] = None,
-        quant: Annotated[Quant, typer.Option(help="Weight format of the named models.")] = Quant.INT8,
+        log_level: Annotated[LogLevel, typer.Option(help="What goes to stderr.")] = LogLevel.INFO,
+        quant: Annotated[Quant, typer.Option(help="Weight format of the named models.")] = Quant.BF16,
     ) -> None:
         from service.config import ServeConfig, cache_dir
 
@@ -78,6 +89,7 @@ def register(app: typer.Typer) -> None:
             drain_grace=drain_grace,
             hang_ms=hang_ms,
         )
+        logging.basicConfig(level=log_level.value.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         path = container(model, cache_dir(), quant.value)
         from service.server import Server
 

@@ -52,18 +52,20 @@ class Streamed:
         return {1: "stopped", 2: "length reached", 3: "broken off"}.get(self.finish.reason, "ended")
 
 
-def show_stream(answers: Iterable[pb.GenerateResponse], *, write: Callable[[str], None]) -> Streamed:
+def show_stream(events: Iterable[pb.Delta | pb.Finish], *, write: Callable[[str], None]) -> Streamed:
     """Passes each delta's text to `write` as it comes. Raises CommandError if the stream ends without its terminal message."""
+    from colibri.v1 import inference_pb2 as pb
+
     begin = time.perf_counter()
     first: float | None = None
     texts, finish = [], None
-    for answer in answers:
-        if answer.HasField("finish"):
-            finish = answer.finish
+    for event in events:
+        if isinstance(event, pb.Finish):
+            finish = event
             continue
         first = first or time.perf_counter()
-        texts.append(answer.delta.text)
-        write(answer.delta.text)
+        texts.append(event.text)
+        write(event.text)
     end = time.perf_counter()
     if finish is None:
         raise CommandError("the server's answer ended without its terminal message: not a Colibri server?")
@@ -81,15 +83,3 @@ def write_note(text: str) -> None:
     """A remark beside the text: on stderr, dim on a terminal."""
     dim = sys.stderr.isatty()
     print(f"\033[2m{text}\033[0m" if dim else text, file=sys.stderr, flush=True)
-
-
-def sampling(temperature: float | None, top_p: float | None, top_k: int | None, seed: int | None) -> pb.Sampling:
-    """The message with just the fields that were given."""
-    from colibri.v1 import inference_pb2 as pb
-
-    given = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
-    message = pb.Sampling()
-    for name, value in given.items():
-        if value is not None:
-            setattr(message, name, value)
-    return message
