@@ -24,3 +24,13 @@ def container(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], 
         return out
 
     return make
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A container of the tiny random model, with tokenizer and chat template. What it says is nonsense."""
+    from ops.random_model import SHAPES, make_model
+
+    path = tmp_path_factory.mktemp("tiny") / "tiny.colibri"
+    make_model(path, SHAPES["tiny"], quant="int8", seed=1)
+    return path
