@@ -1,0 +1,132 @@
+"""Bad input to `colibri`: one line on stderr that names the thing, exit code 2 for wrong usage and 1 for failure, never a traceback."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ops.cli import run
+
+
+def refused(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> tuple[int, str]:
+    """Exit code and the one line of a refused command."""
+    code = run(arguments)
+    captured = capsys.readouterr()
+    assert captured.err.startswith("colibri: "), captured
+    assert captured.err.count("\n") == 1, captured.err
+    return code, captured.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["convrt"], "convrt"),
+        (["convert", "x"], "OUT"),
+        (["convert", "a", "b", "--quant", "int5"], "int5"),
+        (["logits", "m.colibri", "--tokens", "1,x", "--out", "o.npz"], "'x'"),
+        (["logits", "m.colibri", "--tokens", ",", "--out", "o.npz"], "--tokens"),
+        (["logits", "m.colibri", "--tokens", "1", "--out", "o.npz", "--workers", "-1"], "workers"),
+        (["bench", "make-model", "--shape", "1,2,3", "o.colibri"], "--shape"),
+        (["bench", "make-model", "--shape", "1,64,4,3,64,2,1,100", "o.colibri"], "kv_heads"),
+        (["bench", "make-model", "--shape", "1,64,4,4,64,2,3,100", "o.colibri"], "top_k"),
+        (["bench", "batch", "m.colibri", "--streams", "one"], "--streams"),
+        (["generate", "text", "--tokens", "1"], "--tokens"),
+        (["generate", "text", "--max-tokens", "0"], "max-tokens"),
+        (["generate", "--tokens", "-5"], "-5"),
+        (["serve", "tiny", "--kv-memory", "lots"], "lots"),
+        (["serve", "tiny", "--load", "disk"], "disk"),
+    ],
+)
+def test_wrong_usage_is_code_2_and_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], named: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, line = refused(capsys, arguments)
+    assert code == 2
+    assert named in line
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["convert", "absent", "out.colibri"], "absent"),
+        (["convert", ".", "nowhere/out.colibri"], "nowhere"),
+        (["inspect", "absent.colibri"], "absent.colibri"),
+        (["verify", "."], "directory"),
+        (["logits", "absent.colibri", "--tokens", "1", "--out", "o.npz"], "absent.colibri"),
+        (["bench", "decode", "absent.colibri"], "absent.colibri"),
+        (["serve", "absent.colibri"], "absent.colibri"),
+        (["serve", "tiny", "--port", "99999"], "port"),
+        (["health", "localhost:1"], "UNAVAILABLE"),
+        (["generate", "text", "--target", "localhost:1"], "UNAVAILABLE"),
+        (["chat", "text", "--target", "localhost:1"], "UNAVAILABLE"),
+        (["logits", "absent.colibri", "--tokens", "@absent.txt", "--out", "o.npz"], "absent.txt"),
+    ],
+)
+def test_failure_is_code_1_and_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], named: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, line = refused(capsys, arguments)
+    assert code == 1
+    assert named in line
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_container_is_refused_by_every_reader(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "text.colibri"
+    path.write_text("this is no container")
+    for command in ("inspect", "verify", "serve"):
+        assert refused(capsys, [command, str(path)])[0] == 1
+    code, line = refused(capsys, ["logits", str(path), "--tokens", "1", "--out", str(tmp_path / "o.npz")])
+    assert code == 1
+    assert "text.colibri" in line
+    assert [item.name for item in tmp_path.iterdir()] == ["text.colibri"]
+
+
+def test_existing_output_is_kept_without_force(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = tmp_path / "precious.colibri"
+    out.write_text("precious")
+    code, line = refused(capsys, ["bench", "make-model", "--shape", "tiny", str(out)])
+    assert code == 1
+    assert "--force" in line
+    assert out.read_text() == "precious"
+
+
+def test_help_names_every_command_and_imports_nothing_heavy() -> None:
+    script = (
+        "import sys; from ops.cli import run; run(['--help']);"
+        "print(sorted({name.partition('.')[0] for name in sys.modules} & {'numpy', 'grpc', 'engine_c', 'tokenizers', 'psutil'}), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    for command in ("serve", "generate", "chat", "convert", "inspect", "verify", "logits", "bench", "health", "version"):
+        assert f"  {command} " in done.stdout
+    assert done.stderr.strip() == "[]"
+
+
+def test_closed_pipe_ends_quietly() -> None:
+    colibri = f"{sys.executable} -m ops.cli"
+    done = subprocess.run(["bash", "-c", f"set -o pipefail; {colibri} --help | true"], capture_output=True, text=True, check=False)
+    assert "Traceback" not in done.stderr
+
+
+def test_interrupt_is_code_130(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ops.convert.convert", interrupted)
+    assert run(["convert", str(tmp_path), str(tmp_path / "out.colibri")]) == 130
+
+
+def test_full_disk_leaves_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = shutil.disk_usage(tmp_path)._replace(free=1 << 20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
+    code, line = refused(capsys, ["bench", "make-model", "--shape", "mm", "--quant", "f32", str(tmp_path / "big.colibri")])
+    assert code == 1
+    assert "big.colibri" in line
+    assert list(tmp_path.iterdir()) == []
