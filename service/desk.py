@@ -31,6 +31,11 @@ class Desk:
         return self._calls
 
     @property
+    def streams(self) -> tuple[Stream, ...]:
+        """Requests accepted and not yet over with."""
+        return tuple(self._streams.values())
+
+    @property
     def draining(self) -> bool:
         """Nothing new is taken."""
         return self._draining
@@ -84,6 +89,6 @@ class Desk:
 
     def break_off(self) -> None:
         """Ends what is left, for the server goes down."""
-        for stream in list(self._streams.values()):
+        for stream in self.streams:
             self._engine.abort(stream.request.id)
             stream.push(Update(stream.request, fault=ShutDown(ran=stream.request.ran)))

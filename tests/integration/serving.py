@@ -1,0 +1,197 @@
+"""A server in this process, on a loop of its own, for tests that look inside; and one in a process of its own, for those about signals."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import grpc
+import psutil
+from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
+from grpc_status import rpc_status
+
+from engine_c import SeqResult, SeqWork, StepStats
+from service.client import Client
+from service.config import ServeConfig
+from service.server import Server
+
+ROOT = Path(__file__).resolve().parents[2]
+PATIENCE = 30.0  # seconds that anything may take before a test gives up
+_T = TypeVar("_T")
+
+
+def until(condition: Callable[[], _T], what: str, *, timeout: float = PATIENCE) -> _T:
+    """Polls until the condition is true and returns what it gave."""
+    end = time.monotonic() + timeout
+    while not (found := condition()):
+        if time.monotonic() > end:
+            raise AssertionError(f"not in {timeout:.0f} s: {what}")
+        time.sleep(0.002)
+    return found
+
+
+class Gate:
+    """The real session behind a gate: a step waits while it is shut, and can be made to fail."""
+
+    def __init__(self, session: object) -> None:
+        self._session = session
+        self._open = threading.Event()
+        self._open.set()
+        self.entered = 0  # steps begun
+        self.fault: Callable[[int], Exception | None] = lambda _: None
+
+    def step(self, work: Sequence[SeqWork]) -> tuple[list[SeqResult], StepStats]:
+        self.entered += 1
+        if not self._open.wait(PATIENCE):
+            raise AssertionError("nobody opened the gate")
+        error = self.fault(self.entered)
+        if error is not None:
+            raise error
+        return self._session.step(work)  # type: ignore[attr-defined,no-any-return]
+
+    def shut(self) -> None:
+        self._open.clear()
+
+    def open(self) -> None:
+        self._open.set()
+
+
+@dataclass
+class Serving:
+    """A running server and a client of it."""
+
+    server: Server
+    client: Client
+    loop: asyncio.AbstractEventLoop
+    gate: Gate
+    held: list[contextlib.AbstractContextManager[object]] = field(default_factory=list)
+
+    @property
+    def target(self) -> str:
+        return self.server.target
+
+    def call(self, function: Callable[[], _T]) -> _T:
+        """Runs a function on the server's loop."""
+
+        async def run() -> _T:
+            return function()
+
+        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(PATIENCE)
+
+    def wait_idle(self) -> None:
+        """Waits until no call runs, no request is left and no KV block is held; checks the books."""
+        until(lambda: self.server.desk.calls == 0, "all calls are over")
+        until(lambda: self.stats().running + self.stats().waiting == 0, "all requests have left")
+        until(lambda: self.stats().pool.held == 0, "all KV blocks are back")
+        self.server.engine.check_integrity()
+
+    def stats(self):  # type: ignore[no-untyped-def]
+        return self.server.engine.stats()[0]
+
+
+@contextlib.contextmanager
+def serving(model: Path, **settings: object) -> Iterator[Serving]:
+    """A server in this process, computing in this process unless told otherwise."""
+    config = ServeConfig(**({"model": model, "port": 0, "kv_memory": 16 << 20, "workers_per_node": 0} | settings))  # type: ignore[arg-type]
+    started: list[Serving | BaseException] = []
+    ready = threading.Event()
+
+    async def live() -> None:
+        server = Server(config)
+        try:
+            await server.startup()
+            gate = server.engine._session = Gate(server.team.session)
+            started.append(Serving(server, Client(server.target, timeout=PATIENCE), asyncio.get_running_loop(), gate))
+        except BaseException as error:
+            started.append(error)
+            return
+        finally:
+            ready.set()
+        await server.serve()
+        await server.shutdown()
+
+    thread = threading.Thread(target=lambda: asyncio.run(live()), name="server")
+    thread.start()
+    assert ready.wait(PATIENCE)
+    handle = started[0]
+    if isinstance(handle, BaseException):
+        thread.join()
+        raise handle
+    try:
+        yield handle
+    finally:
+        handle.gate.open()
+        handle.client.close()
+        if thread.is_alive():
+            handle.loop.call_soon_threadsafe(handle.server.request_stop)
+            handle.loop.call_soon_threadsafe(handle.server.request_stop)
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
+
+
+@dataclass
+class Process:
+    """A server in a process of its own."""
+
+    popen: subprocess.Popen[bytes]
+    target: str
+    log: Path
+
+    def children(self) -> list[psutil.Process]:
+        return psutil.Process(self.popen.pid).children(recursive=True)
+
+
+@contextlib.contextmanager
+def serving_process(model: Path, folder: Path, **settings: object) -> Iterator[Process]:
+    """Starts `Server.run` in a process, listening on a socket in `folder`."""
+    socket, log = folder / "colibri.sock", folder / "server.log"
+    values = {"model": model, "unix_socket": socket, "kv_memory": "16M"} | settings
+    environ = os.environ | {f"COLIBRI_{name.upper()}": str(value) for name, value in values.items()}
+    program = "import logging; from service.config import ServeConfig; from service.server import Server\n"
+    program += "logging.basicConfig(level='INFO'); Server(ServeConfig.from_env()).run()"
+    with log.open("wb") as out:
+        popen = subprocess.Popen([sys.executable, "-W", "error", "-c", program], cwd=ROOT, env=environ, stdout=out, stderr=out)
+    try:
+        until(lambda: popen.poll() is not None or b"serving" in log.read_bytes(), "the server is up")
+        assert popen.poll() is None, log.read_text()
+        yield Process(popen, f"unix:{socket}", log)
+    finally:
+        if popen.poll() is None:
+            popen.kill()
+        popen.wait(PATIENCE)
+
+
+def fields_at_fault(error: grpc.RpcError) -> list[str]:
+    """The fields a BadRequest detail names."""
+    return [violation.field for violation in detail(error, BadRequest).field_violations]
+
+
+def reason(error: grpc.RpcError) -> str:
+    """The reason of the ErrorInfo detail."""
+    return str(detail(error, ErrorInfo).reason)
+
+
+def retry_seconds(error: grpc.RpcError) -> float:
+    """The delay of the RetryInfo detail."""
+    return float(detail(error, RetryInfo).retry_delay.ToMilliseconds()) / 1000
+
+
+def detail(error: grpc.RpcError, kind: type[_T]) -> _T:
+    """The detail of this kind; there must be one."""
+    status = rpc_status.from_call(error)
+    assert status is not None, f"no details with {error}"
+    for packed in status.details:
+        if packed.Is(kind.DESCRIPTOR):  # type: ignore[attr-defined]
+            message = kind()
+            packed.Unpack(message)
+            return message
+    raise AssertionError(f"no {kind.__name__} with {error}")
