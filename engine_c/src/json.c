@@ -100,11 +100,27 @@ static bool skip_escape(colibri_json *json) {
   return true;
 }
 
+/* Number of bytes from s on that need no look: printable ASCII but quote and backslash. Eight at a time; may stop early, never late. */
+static size_t plain_run(const char *s, size_t left) {
+  const uint64_t ones = UINT64_C(0x0101010101010101), tops = ones << 7;
+  size_t n = 0;
+  for (; left - n >= 8; n += 8) {
+    uint64_t w;
+    memcpy(&w, s + n, sizeof w);
+    uint64_t quote = w ^ ones * '"', slash = w ^ ones * '\\';
+    /* x - ones has the top bit set in the lowest byte that was zero (w - ones * 0x20: below 0x20), or w itself has: not ASCII */
+    if (((quote - ones) | (slash - ones) | (w - ones * 0x20) | w) & tops) break;
+  }
+  return n;
+}
+
 bool colibri_json_read_string(colibri_json *json, colibri_json_string *out) {
   if (colibri_json_peek(json) != COLIBRI_JSON_STRING) return fail(json, "a string was expected");
   size_t start = ++json->at;
   bool escaped = false;
   while (json->at < json->size) {
+    json->at += plain_run(json->text + json->at, json->size - json->at);
+    if (json->at == json->size) break;
     unsigned char c = (unsigned char)json->text[json->at];
     if (c == '"') {
       *out = (colibri_json_string){json->text + start, json->at - start, escaped};
@@ -177,10 +193,13 @@ int colibri_json_decode(const colibri_json_string *string, char *out, size_t cap
 }
 
 bool colibri_json_equals(const colibri_json_string *string, const char *literal) {
-  size_t n = strlen(literal);
-  if (!string->escaped) return string->size == n && memcmp(string->text, literal, n) == 0;
   char text[64];
-  return colibri_json_decode(string, text, sizeof text) == (int)n && memcmp(text, literal, n) == 0;
+  if (!string->escaped) { /* keys mostly differ in their first byte: no call for that. A string holds no NUL, so the loop ends with the literal */
+    size_t i = 0;
+    while (i < string->size && string->text[i] == literal[i]) i++;
+    return i == string->size && literal[i] == '\0';
+  }
+  return colibri_json_decode(string, text, sizeof text) >= 0 && strcmp(text, literal) == 0;
 }
 
 /* ---------------------------------------------------------------- numbers */

@@ -4,6 +4,7 @@
  * entries cost one pass whatever their number. Nothing is allocated that the table's own size does not pay for. */
 #include "container.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -157,12 +158,11 @@ static int64_t slot_of(const struct binding *b, const char *name) {
 
 /* Name of a slot for a message. */
 static const char *slot_name(const struct binding *b, int64_t slot, char out[COLIBRI_SHOWN]) {
-  colibri_error text;
   int64_t layer = (slot - GLOBALS) / b->per_layer, role = (slot - GLOBALS) % b->per_layer;
-  if (slot < GLOBALS) colibri_fail(&text, 0, "%s", global_names[slot]);
-  else if (role < LAYER_ROLES) colibri_fail(&text, 0, "layers.%d.%s", (int)layer, layer_names[role]);
-  else colibri_fail(&text, 0, "layers.%d.experts.%d", (int)layer, (int)(role - LAYER_ROLES));
-  return memcpy(out, text.message, COLIBRI_SHOWN);
+  if (slot < GLOBALS) snprintf(out, COLIBRI_SHOWN, "%s", global_names[slot]);
+  else if (role < LAYER_ROLES) snprintf(out, COLIBRI_SHOWN, "layers.%d.%s", (int)layer, layer_names[role]);
+  else snprintf(out, COLIBRI_SHOWN, "layers.%d.experts.%d", (int)layer, (int)(role - LAYER_ROLES));
+  return out;
 }
 
 static bool is_other(const colibri_entry *entry) {
@@ -194,9 +194,15 @@ static int assign(struct binding *b) {
 
 static int place_error(const struct binding *b, const colibri_entry *entry, const char *what) {
   char shown[COLIBRI_SHOWN];
-  return colibri_fail(b->err, COLIBRI_EFORMAT, "%s \"%s\" (offset %llu, length %llu) %s; the file is damaged: copy or convert it again",
+  return colibri_fail(b->err, COLIBRI_EFORMAT, "%s \"%s\" (offset %llu, length %llu) %s; copy or convert the file again",
                       entry->blob ? "blob" : "tensor", colibri_shown(&entry->name, shown), (unsigned long long)entry->offset,
                       (unsigned long long)entry->length, what);
+}
+
+static int overlap_error(const struct binding *b, const colibri_entry *entry, const colibri_entry *other) {
+  char what[COLIBRI_SHOWN + 16], shown[COLIBRI_SHOWN];
+  snprintf(what, sizeof what, "overlaps \"%.40s\"", colibri_shown(&other->name, shown));
+  return place_error(b, entry, what);
 }
 
 static int check_inside(const struct binding *b, const colibri_entry *entry) {
@@ -233,7 +239,7 @@ static int check_places(const struct binding *b) {
   }
   if (!rc && !sorted) qsort(order, n, sizeof *order, by_offset);
   for (size_t i = 1; i < n && !rc; i++)
-    if (order[i]->offset < order[i - 1]->offset + order[i - 1]->length) rc = place_error(b, order[i], "overlaps another");
+    if (order[i]->offset < order[i - 1]->offset + order[i - 1]->length) rc = overlap_error(b, order[i], order[i - 1]);
   free(order);
   if (rc) return rc;
   qsort(b->others, b->n_others, sizeof *b->others, by_name);
@@ -278,16 +284,20 @@ static int index_of(const colibri_json_string *string, const char *const *names,
   return -1;
 }
 
-static int check_shape(const struct binding *b, const colibri_entry *entry, const struct want *want, const char *name) {
+static int check_shape(const struct binding *b, int64_t slot, const struct want *want) {
+  const colibri_entry *entry = b->slots[slot];
+  char name[COLIBRI_SHOWN];
   int rank = want->rows ? 2 : 1;
   if (entry->rank != rank)
-    return colibri_fail(b->err, COLIBRI_EFORMAT, "tensor %s has %d dimensions, expected %d; convert the model again", name, entry->rank, rank);
+    return colibri_fail(b->err, COLIBRI_EFORMAT, "tensor %s has %d dimensions, expected %d; convert the model again", slot_name(b, slot, name),
+                        entry->rank, rank);
   if (rank == 1 && entry->shape[0] != want->columns)
-    return colibri_fail(b->err, COLIBRI_EFORMAT, "tensor %s has shape [%lld], expected [%lld]; convert the model again", name,
+    return colibri_fail(b->err, COLIBRI_EFORMAT, "tensor %s has shape [%lld], expected [%lld]; convert the model again", slot_name(b, slot, name),
                         (long long)entry->shape[0], (long long)want->columns);
   if (rank == 2 && (entry->shape[0] != want->rows || entry->shape[1] != want->columns))
-    return colibri_fail(b->err, COLIBRI_EFORMAT, "tensor %s has shape [%lld, %lld], expected [%lld, %lld]; convert the model again", name,
-                        (long long)entry->shape[0], (long long)entry->shape[1], (long long)want->rows, (long long)want->columns);
+    return colibri_fail(b->err, COLIBRI_EFORMAT, "tensor %s has shape [%lld, %lld], expected [%lld, %lld]; convert the model again",
+                        slot_name(b, slot, name), (long long)entry->shape[0], (long long)entry->shape[1], (long long)want->rows,
+                        (long long)want->columns);
   return COLIBRI_OK;
 }
 
@@ -300,25 +310,26 @@ static uint64_t bytes_of(const struct want *want, int format) {
 }
 
 /* Checks an entry against its slot; *format gets its format. */
-static int check_tensor(const struct binding *b, const colibri_entry *entry, const struct want *want, const char *name, int *format) {
-  char shown[COLIBRI_SHOWN];
+static int check_tensor(const struct binding *b, int64_t slot, const struct want *want, int *format) {
+  const colibri_entry *entry = b->slots[slot];
+  char shown[COLIBRI_SHOWN], name[COLIBRI_SHOWN];
   bool plain = want->layout == PLAIN;
   if (!colibri_json_equals(&entry->layout, layout_names[want->layout]))
-    return colibri_fail(b->err, COLIBRI_EFORMAT, "tensor %s has layout \"%s\", expected %s; convert the model again", name,
+    return colibri_fail(b->err, COLIBRI_EFORMAT, "tensor %s has layout \"%s\", expected %s; convert the model again", slot_name(b, slot, name),
                         colibri_shown(&entry->layout, shown), layout_names[want->layout]);
   *format = plain && !entry->format.text ? COLIBRI_F32 : entry->format.text ? index_of(&entry->format, format_names, COLIBRI_FORMATS) : -1;
   if (*format < 0 || (plain && *format != COLIBRI_F32))
-    return colibri_fail(b->err, COLIBRI_EUNSUPPORTED, "tensor %s has format \"%s\"; this engine reads %s there", name,
+    return colibri_fail(b->err, COLIBRI_EUNSUPPORTED, "tensor %s has format \"%s\"; this engine reads %s there", slot_name(b, slot, name),
                         colibri_shown(&entry->format, shown), plain ? "f32" : "f32, bf16, int8, int4");
-  int rc = check_shape(b, entry, want, name);
+  int rc = check_shape(b, slot, want);
   if (rc) return rc;
   uint64_t bytes = bytes_of(want, *format);
   if (!bytes || entry->length != bytes)
-    return colibri_fail(b->err, COLIBRI_EFORMAT, "tensor %s has %llu bytes, its shape and format give %llu; convert the model again", name,
-                        (unsigned long long)entry->length, (unsigned long long)bytes);
+    return colibri_fail(b->err, COLIBRI_EFORMAT, "tensor %s has %llu bytes, its shape and format give %llu; convert the model again",
+                        slot_name(b, slot, name), (unsigned long long)entry->length, (unsigned long long)bytes);
   if (entry->offset % layout_align[want->layout])
-    return colibri_fail(b->err, COLIBRI_EFORMAT, "tensor %s starts at %llu, not a multiple of %llu; convert the model again", name,
-                        (unsigned long long)entry->offset, (unsigned long long)layout_align[want->layout]);
+    return colibri_fail(b->err, COLIBRI_EFORMAT, "tensor %s starts at %llu, not a multiple of %llu; convert the model again",
+                        slot_name(b, slot, name), (unsigned long long)entry->offset, (unsigned long long)layout_align[want->layout]);
   return COLIBRI_OK;
 }
 
@@ -332,9 +343,8 @@ static int fetch(const struct binding *b, int64_t slot, const char **data, int *
   *data = NULL;
   *format = -1;
   if (!entry && want.optional) return COLIBRI_OK;
-  slot_name(b, slot, name);
-  if (!entry) return colibri_fail(b->err, COLIBRI_EFORMAT, "tensor %s is missing; convert the model again", name);
-  int rc = check_tensor(b, entry, &want, name, format);
+  if (!entry) return colibri_fail(b->err, COLIBRI_EFORMAT, "tensor %s is missing; convert the model again", slot_name(b, slot, name));
+  int rc = check_tensor(b, slot, &want, format);
   if (!rc) *data = b->image->data + entry->offset;
   return rc;
 }
