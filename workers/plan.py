@@ -154,7 +154,8 @@ def plan_kv_blocks(
     else:
         blocks = min(max_seqs * -(-info.max_context // KV_BLOCK), int(free * KV_SHARE) // block)
     if blocks < 1:
-        raise PlanError(f"no room for KV memory: one block of {KV_BLOCK} tokens needs {_mib(block)}, {_mib(free if kv_bytes is None else kv_bytes)} is there")
+        room = free if kv_bytes is None else kv_bytes
+        raise PlanError(f"no room for KV memory: one block of {KV_BLOCK} tokens needs {_mib(block)}, {_mib(room)} is there")
     return min(blocks, 2**31 - 1)
 
 

@@ -41,10 +41,10 @@ class Supervisor:
     """Its methods may be called from any thread. The session and model_fd must stay open until stop() has returned."""
 
     def __init__(self, session: Session, model_fd: int, plan: TeamPlan, config: SupervisorConfig | None = None) -> None:
+        self.session = session
         self._plan = plan
-        self._config = config or SupervisorConfig()
         self._selector = selectors.DefaultSelector()
-        self._around = Surroundings(session, model_fd, self._config, self._selector)
+        self._around = Surroundings(session, model_fd, config or SupervisorConfig(), self._selector)
         self._slots: dict[int, Slot] = {}
         self._wanted: dict[int, WorkerSpec] = {}
         self._stopping = False

@@ -15,7 +15,8 @@ from workers.team import Team
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Steps of about a millisecond: long enough to be hit in the middle, short enough for many."""
     path = tmp_path_factory.mktemp("fault") / "model.colibri"
-    make_model(path, ModelShape(layers=4, hidden=256, heads=4, kv_heads=2, ffn=448, experts=8, top_k=2, vocab=1024, max_context=512), quant="int8")
+    shape = ModelShape(layers=4, hidden=256, heads=4, kv_heads=2, ffn=448, experts=8, top_k=2, vocab=1024, max_context=512)
+    make_model(path, shape, quant="int8")
     return path
 
 

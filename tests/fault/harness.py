@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import psutil
 
@@ -16,7 +16,8 @@ from workers.team import TeamConfig
 
 SEQUENCES = 16
 STEPS = 60
-BLOCKS = -(-(STEPS + 40) // KV_BLOCK)  # of each sequence
+LONG = 48  # tokens of a long prompt
+BLOCKS = -(-(STEPS + LONG) // KV_BLOCK)  # of each sequence
 OPTIONS = SessionOptions(max_rows=1024, max_seqs=SEQUENCES, max_logit_rows=SEQUENCES, kv_blocks=SEQUENCES * BLOCKS, hang_ms=100)
 
 
@@ -33,15 +34,17 @@ def config(workers: int, *, threads: int = 1, supervisor: SupervisorConfig | Non
 
 @dataclass
 class Decoding:
-    """SEQUENCES greedy sequences with prompts of 1 to 31 tokens, prefilled together and then decoded together."""
+    """SEQUENCES greedy sequences, prefilled together and then decoded together. Prompts have 1 to 31 tokens, or `prompt` each."""
 
+    prompt: int | None = None
     tokens: list[list[int]] = field(default_factory=lambda: [[] for _ in range(SEQUENCES)])
     stats: list[StepStats] = field(default_factory=list)
 
     def run(self, session: Session, *, steps: int = STEPS, before_step: Callable[[int], None] = lambda step: None) -> list[list[int]]:
         """The tokens of every sequence. before_step(step) is called before each step."""
         blocks = [range(i * BLOCKS, (i + 1) * BLOCKS) for i in range(SEQUENCES)]
-        work = [SeqWork([(7 * i + j) % 500 for j in range(1 + 2 * i)], 0, blocks[i], 1) for i in range(SEQUENCES)]
+        lengths = [self.prompt or 1 + 2 * i for i in range(SEQUENCES)]
+        work = [SeqWork([(7 * i + j) % 500 for j in range(lengths[i])], 0, blocks[i], 1) for i in range(SEQUENCES)]
         for step in range(steps):
             before_step(step)
             results, stats = session.step(work)
@@ -73,11 +76,9 @@ def alive(pids: Sequence[int]) -> list[int]:
     """Those that still run (a zombie of a parent that is gone waits for init and holds nothing)."""
     found = []
     for pid in pids:
-        try:
+        with contextlib.suppress(psutil.NoSuchProcess):
             if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
                 found.append(pid)
-        except psutil.NoSuchProcess:
-            pass
     return found
 
 
@@ -90,11 +91,6 @@ def descriptors() -> list[str]:
     """What our open descriptors point to."""
     found = []
     for name in os.listdir("/proc/self/fd"):
-        try:
+        with contextlib.suppress(FileNotFoundError):  # the descriptor of this very listing
             found.append(os.readlink(f"/proc/self/fd/{name}").split(":[")[0])
-        except FileNotFoundError:
-            pass  # the descriptor of this very listing
     return sorted(found)
-
-
-Model = Path

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from engine_c import KV_FORMATS, ModelInfo
 from workers.plan import FrontLane, PlanError, TeamPlan, kv_block_bytes, plan_kv_blocks, plan_team

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from tests.unit.workers.fake_machine import GIB, Machine
 from workers.topology import Node, parse_cpu_list, read_topology
