@@ -1,4 +1,4 @@
-"""A slow decoder (and for the exact formats encoder) of packed weights, written from docs/container.md alone: the second opinion on the C packer."""
+"""A slow decoder of packed weights, and an encoder of the formats whose bytes are prescribed, written from docs/container.md alone."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ from tests.unit.ops.layout_reference import decode, decode_expert, encode, packe
 
 FORMATS = ("f32", "bf16", "int8", "int4")
 SHAPES = ((1, 1), (32, 32), (33, 31), (70, 96), (17, 130))
-# Largest error in units of the largest magnitude. bf16 has 8 significant bits; int8's step is amax / 127, half of it lost at a rounding (and a
-# little for the scale's own rounding to fp16). int4 trades its largest error for the mean: 8 % of normal weights' size is what 4 bits leave.
+# Largest error in units of the largest magnitude. bf16 has 8 significant bits; int8's step is amax / 127, half of it lost at a rounding
+# (and a little for the scale's own rounding to fp16). int4 trades its largest error for the mean: 4 bits leave 8 % of normal weights' size.
 BOUND = {"f32": 0.0, "bf16": 1 / 256, "int8": 0.51 / 127}
 INT4_RMS_BOUND = 0.1
 
