@@ -12,9 +12,9 @@
  *   v16_amax_bits(a, b)               bits of the largest magnitude of 32 lanes as an integer
  *   v16_store_int8(q, a, b)           rounds 32 lanes to nearest even, stores them as int8, returns their sum
  *   v16_load_bf16 v16_store_bf16      and _n; nearest even, NaN stays NaN
- *   v16_columns8(row, n, column)      16 rows of n <= 8 floats to 8 columns
+ *   v16_columns8(x, ld, n, column)    16 rows of n <= 8 floats to 8 columns
  *   v16_best_of v16_best_add v16_best_store   the two largest of several vectors lane by lane, with their numbers; the lower number wins ties
- *   v16_store_pairs(p, a, b, n)       a0 b0 a1 b1 .., n pairs */
+ *   v16_store_pairs(p, a, b)          a0 b0 a1 b1 .. */
 #include <math.h>
 #include <string.h>
 
@@ -213,12 +213,27 @@ static void scale_by(float *x, int n, float scale) {
   if (i < n) v16_store_n(x + i, v16_mul(v16_load_n(x + i, n - i), s), n - i);
 }
 
-/* Lanes i .. i + n - 1 of the half-split rotation, n <= 16. */
-V16 void rope_lanes(float *x, const float *cos_sin, int half, int i, int n) {
-  v16 a = v16_load_n(x + i, n), b = v16_load_n(x + half + i, n);
-  v16 c = v16_load_n(cos_sin + i, n), s = v16_load_n(cos_sin + half + i, n);
-  v16_store_n(x + i, v16_fma(a, c, v16_neg(v16_mul(b, s))), n);
-  v16_store_n(x + half + i, v16_fma(b, c, v16_mul(a, s)), n);
+/* The half-split rotation of 16 pairs. */
+V16 void rotate(v16 *a, v16 *b, v16 c, v16 s) {
+  v16 turned = v16_fma(*a, c, v16_neg(v16_mul(*b, s)));
+  *b = v16_fma(*b, c, v16_mul(*a, s));
+  *a = turned;
+}
+
+static void rope_half(float *x, const float *cos_sin, int half) {
+  int i = 0, rest = half % 16;
+  for (; i + 16 <= half; i += 16) {
+    v16 a = v16_load(x + i), b = v16_load(x + half + i);
+    rotate(&a, &b, v16_load(cos_sin + i), v16_load(cos_sin + half + i));
+    v16_store(x + i, a);
+    v16_store(x + half + i, b);
+  }
+  if (rest) {
+    v16 a = v16_load_n(x + i, rest), b = v16_load_n(x + half + i, rest);
+    rotate(&a, &b, v16_load_n(cos_sin + i, rest), v16_load_n(cos_sin + half + i, rest));
+    v16_store_n(x + i, a, rest);
+    v16_store_n(x + half + i, b, rest);
+  }
 }
 
 static void rope(float *x, const float *cos_sin, int dims, int head_dim, int interleaved, float scale) {
@@ -228,50 +243,60 @@ static void rope(float *x, const float *cos_sin, int dims, int head_dim, int int
     x[2 * i] = fmaf(a, c, -(b * s));
     x[2 * i + 1] = fmaf(b, c, a * s);
   }
-  for (int i = 0; !interleaved && i < half; i += 16) rope_lanes(x, cos_sin, half, i, half - i < 16 ? half - i : 16);
+  if (!interleaved) rope_half(x, cos_sin, half);
   scale_by(x, head_dim, scale);
 }
 
 /* ---------------------------------------------------------------- logits */
 
-/* Up to 16 tokens. Returns a bit for each with a NaN or infinite logit. */
-V16 uint32_t top2_block(const float *const row[16], int experts, int n, int32_t *ids, float *weights) {
-  v16 z[8], poison;
-  v16_columns8(row, experts < 8 ? experts : 8, z);
-  v16_best best = v16_best_of(z[0], z[1]);
-  poison = v16_poison(z[1], v16_poison(z[0], v16_set1(0.0f)));
+/* 16 tokens. Returns a bit for each with a NaN or infinite logit. */
+V16 uint32_t top2_block(const float *z, ptrdiff_t ld, const int experts, int32_t *ids, float *weights) {
+  v16 column[8], poison;
+  v16_columns8(z, ld, experts < 8 ? experts : 8, column);
+  v16_best best = v16_best_of(column[0], column[1]);
+  poison = v16_poison(column[1], v16_poison(column[0], v16_set1(0.0f)));
   for (int e = 2; e < 8 && e < experts; e++) {
-    v16_best_add(&best, z[e], e);
-    poison = v16_poison(z[e], poison);
+    v16_best_add(&best, column[e], e);
+    poison = v16_poison(column[e], poison);
   }
-  if (experts > 8) {
-    const float *behind[16];
-    for (int t = 0; t < 16; t++) behind[t] = row[t] + 8;
-    v16_columns8(behind, experts - 8, z);
-    for (int e = 0; e < 8 && e < experts - 8; e++) {
-      v16_best_add(&best, z[e], 8 + e);
-      poison = v16_poison(z[e], poison);
-    }
+  if (experts > 8) v16_columns8(z + 8, ld, experts - 8, column);
+  for (int e = 8; e < experts; e++) {
+    v16_best_add(&best, column[e - 8], e);
+    poison = v16_poison(column[e - 8], poison);
   }
   v16 p = v16_exp(v16_sub(best.second, best.first)), sum = v16_add(v16_set1(1.0f), p);
-  v16_best_store(&best, ids, n);
-  v16_store_pairs(weights, v16_div(v16_set1(1.0f), sum), v16_div(p, sum), n);
+  v16_best_store(&best, ids);
+  v16_store_pairs(weights, v16_div(v16_set1(1.0f), sum), v16_div(p, sum));
   return v16_is_nan(poison);
 }
 
-static int top2_softmax(const float *z, int ld, int experts, int n, int32_t *ids, float *weights) {
+/* The n < 16 tokens left over, by way of a full block with zeros behind. */
+static __attribute__((noinline)) uint32_t top2_rest(const float *z, ptrdiff_t ld, int experts, int n, int32_t *ids, float *weights) {
+  float whole[16 * 16] = {0}, block_weights[32];
+  int32_t block_ids[32];
+  for (int t = 0; t < n; t++) memcpy(whole + 16 * t, z + t * ld, (size_t)experts * sizeof *z);
+  uint32_t poisoned = top2_block(whole, 16, experts, block_ids, block_weights);
+  memcpy(ids, block_ids, 2 * (size_t)n * sizeof *ids);
+  memcpy(weights, block_weights, 2 * (size_t)n * sizeof *weights);
+  return poisoned;
+}
+
+V16 int top2_blocks(const float *z, ptrdiff_t ld, const int experts, int n, int32_t *ids, float *weights) {
   int bad = -1;
-  for (int t = 0; t < n; t += 16) {
-    const float *row[16];
-    int count = n - t < 16 ? n - t : 16;
-    for (int i = 0; i < 16; i++) row[i] = z + (int64_t)(t + (i < count ? i : 0)) * ld; /* missing tokens repeat the first */
-    uint32_t poisoned;
-    if (experts == 8) poisoned = top2_block(row, 8, count, ids + 2 * t, weights + 2 * t);
-    else poisoned = top2_block(row, experts, count, ids + 2 * t, weights + 2 * t);
-    poisoned &= (1u << count) - 1;
-    if (poisoned && bad < 0) bad = t + __builtin_ctz(poisoned);
+  for (int t = 0; t < n; t += 16, z += 16 * ld, ids += 32, weights += 32) {
+    uint32_t poisoned = n - t < 16 ? top2_rest(z, ld, experts, n - t, ids, weights) : top2_block(z, ld, experts, ids, weights);
+    if (__builtin_expect(poisoned && bad < 0, 0)) bad = t + __builtin_ctz(poisoned);
   }
   return bad;
+}
+
+/* Separate, so that the common one of 8 experts is not burdened with the other's set-up. */
+static __attribute__((noinline)) int top2_any(const float *z, ptrdiff_t ld, int experts, int n, int32_t *ids, float *weights) {
+  return top2_blocks(z, ld, experts, n, ids, weights);
+}
+
+static int top2_softmax(const float *z, int ld, int experts, int n, int32_t *ids, float *weights) {
+  return experts == 8 ? top2_blocks(z, ld, 8, n, ids, weights) : top2_any(z, ld, experts, n, ids, weights);
 }
 
 static int32_t argmax(const float *x, int32_t n) {

@@ -131,10 +131,10 @@ V16 void v16_store_bf16_n(uint16_t *p, v16 a, int n) {
 
 /* ---------------------------------------------------------------- top 2 */
 
-/* 8 rows of 8 floats, valid where the mask is set, to columns. */
-V16 void v16_transpose8(const float *const row[8], __m256i m, __m256 c[8]) {
+/* 8 rows of 8 floats, the first n valid, to columns. */
+V16 void v16_transpose8(const float *x, ptrdiff_t ld, int n, __m256 c[8]) {
   __m256 r[8], t[8];
-  for (int i = 0; i < 8; i++) r[i] = _mm256_maskload_ps(row[i], m);
+  for (int i = 0; i < 8; i++) r[i] = n == 8 ? _mm256_loadu_ps(x + i * ld) : _mm256_maskload_ps(x + i * ld, v16_lanes(n, 0));
   for (int i = 0; i < 4; i++) {
     t[i] = _mm256_unpacklo_ps(r[2 * i], r[2 * i + 1]);
     t[4 + i] = _mm256_unpackhi_ps(r[2 * i], r[2 * i + 1]);
@@ -151,11 +151,10 @@ V16 void v16_transpose8(const float *const row[8], __m256i m, __m256 c[8]) {
   }
 }
 
-V16 void v16_columns8(const float *const row[16], int n, v16 column[8]) {
-  __m256i m = v16_lanes(n, 0);
+V16 void v16_columns8(const float *x, ptrdiff_t ld, int n, v16 column[8]) {
   __m256 lo[8], hi[8];
-  v16_transpose8(row, m, lo);
-  v16_transpose8(row + 8, m, hi);
+  v16_transpose8(x, ld, n, lo);
+  v16_transpose8(x + 8 * ld, ld, n, hi);
   for (int i = 0; i < 8; i++) column[i] = (v16){lo[i], hi[i]};
 }
 
@@ -194,18 +193,13 @@ V16 void v16_best_add(v16_best *b, v16 z, int id) {
   v16_best_add8(z.hi, ids, &b->first.hi, &b->second.hi, &b->id1.hi, &b->id2.hi);
 }
 
-V16 void v16_store_pairs8(float *p, __m256 a, __m256 b, int n) {
-  __m256 lo = _mm256_unpacklo_ps(a, b), hi = _mm256_unpackhi_ps(a, b);
-  v16 pairs = {_mm256_permute2f128_ps(lo, hi, 0x20), _mm256_permute2f128_ps(lo, hi, 0x31)};
-  if (n >= 8) v16_store(p, pairs);
-  else v16_store_n(p, pairs, 2 * n);
+V16 void v16_store_pairs(float *p, v16 a, v16 b) {
+  __m256 lo = _mm256_unpacklo_ps(a.lo, b.lo), hi = _mm256_unpackhi_ps(a.lo, b.lo);
+  v16_store(p, (v16){_mm256_permute2f128_ps(lo, hi, 0x20), _mm256_permute2f128_ps(lo, hi, 0x31)});
+  lo = _mm256_unpacklo_ps(a.hi, b.hi), hi = _mm256_unpackhi_ps(a.hi, b.hi);
+  v16_store(p + 16, (v16){_mm256_permute2f128_ps(lo, hi, 0x20), _mm256_permute2f128_ps(lo, hi, 0x31)});
 }
 
-V16 void v16_store_pairs(float *p, v16 a, v16 b, int n) {
-  v16_store_pairs8(p, a.lo, b.lo, n);
-  if (n > 8) v16_store_pairs8(p + 16, a.hi, b.hi, n - 8);
-}
-
-V16 void v16_best_store(const v16_best *b, int32_t *ids, int n) { v16_store_pairs((float *)ids, b->id1, b->id2, n); }
+V16 void v16_best_store(const v16_best *b, int32_t *ids) { v16_store_pairs((float *)ids, b->id1, b->id2); }
 
 #endif

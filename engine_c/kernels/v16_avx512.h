@@ -84,15 +84,17 @@ V16 void v16_store_bf16_n(uint16_t *p, v16 a, int n) { _mm256_mask_storeu_epi16(
 
 /* ---------------------------------------------------------------- top 2 */
 
-/* Two rows of 8 floats, the first `n` of each valid, in one register. */
-V16 v16 v16_pair(const float *a, const float *b, __mmask8 m) {
-  return _mm512_insertf32x8(_mm512_castps256_ps512(_mm256_maskz_loadu_ps(m, a)), _mm256_maskz_loadu_ps(m, b), 1);
+/* Rows a and b, 8 floats each of which the first n are valid, in one register. */
+V16 v16 v16_pair(const float *a, const float *b, int n) {
+  __mmask8 m = (__mmask8)((1u << n) - 1);
+  __m256 low = n == 8 ? _mm256_loadu_ps(a) : _mm256_maskz_loadu_ps(m, a), high = n == 8 ? _mm256_loadu_ps(b) : _mm256_maskz_loadu_ps(m, b);
+  return _mm512_insertf32x8(_mm512_castps256_ps512(low), high, 1);
 }
 
-/* Lane pairs of 4 rows (0-3 with 4-7) to columns: c[i] = column i of rows 0-3, column 4+i of rows 0-3, column i of rows 4-7, 4+i of 4-7. */
-V16 void v16_transpose_quarter(const float *const row[8], __mmask8 m, v16 c[4]) {
-  v16 r0 = v16_pair(row[0], row[4], m), r1 = v16_pair(row[1], row[5], m);
-  v16 r2 = v16_pair(row[2], row[6], m), r3 = v16_pair(row[3], row[7], m);
+/* 8 rows to columns in quarters: c[i] = column i of rows 0-3, column 4 + i of rows 0-3, column i of rows 4-7, column 4 + i of rows 4-7. */
+V16 void v16_quarters(const float *x, ptrdiff_t ld, int n, v16 c[4]) {
+  v16 r0 = v16_pair(x, x + 4 * ld, n), r1 = v16_pair(x + ld, x + 5 * ld, n);
+  v16 r2 = v16_pair(x + 2 * ld, x + 6 * ld, n), r3 = v16_pair(x + 3 * ld, x + 7 * ld, n);
   __m512d a = _mm512_castps_pd(_mm512_unpacklo_ps(r0, r1)), b = _mm512_castps_pd(_mm512_unpacklo_ps(r2, r3));
   __m512d d = _mm512_castps_pd(_mm512_unpackhi_ps(r0, r1)), e = _mm512_castps_pd(_mm512_unpackhi_ps(r2, r3));
   c[0] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b));
@@ -101,48 +103,47 @@ V16 void v16_transpose_quarter(const float *const row[8], __mmask8 m, v16 c[4]) 
   c[3] = _mm512_castpd_ps(_mm512_unpackhi_pd(d, e));
 }
 
-V16 void v16_columns8(const float *const row[16], int n, v16 column[8]) {
-  __mmask8 m = (__mmask8)((1u << n) - 1);
+V16 void v16_columns8(const float *x, ptrdiff_t ld, int n, v16 column[8]) {
   v16 a[4], b[4];
-  v16_transpose_quarter(row, m, a);
-  v16_transpose_quarter(row + 8, m, b);
+  v16_quarters(x, ld, n, a);
+  v16_quarters(x + 8 * ld, ld, n, b);
   for (int i = 0; i < 4; i++) {
     column[i] = _mm512_shuffle_f32x4(a[i], b[i], 0x88);
     column[4 + i] = _mm512_shuffle_f32x4(a[i], b[i], 0xdd);
   }
 }
 
+/* The numbers are bytes: a quarter of the work. */
 typedef struct v16_best {
   v16 first, second;
-  __m512i id1, id2;
+  __m128i id1, id2;
 } v16_best;
 
 V16 v16_best v16_best_of(v16 z0, v16 z1) {
   __mmask16 swap = _mm512_cmp_ps_mask(z1, z0, _CMP_GT_OQ);
-  __m512i zero = _mm512_setzero_si512(), one = _mm512_set1_epi32(1);
-  v16_best b = {_mm512_max_ps(z0, z1), _mm512_min_ps(z0, z1), _mm512_mask_mov_epi32(zero, swap, one), _mm512_mask_mov_epi32(one, swap, zero)};
+  __m128i zero = _mm_setzero_si128(), one = _mm_set1_epi8(1);
+  v16_best b = {_mm512_max_ps(z0, z1), _mm512_min_ps(z0, z1), _mm_mask_mov_epi8(zero, swap, one), _mm_mask_mov_epi8(one, swap, zero)};
   return b;
 }
 
 V16 void v16_best_add(v16_best *b, v16 z, int id) {
-  __m512i ids = _mm512_set1_epi32(id);
+  __m128i ids = _mm_set1_epi8((char)id);
   __mmask16 top = _mm512_cmp_ps_mask(z, b->first, _CMP_GT_OQ), next = _mm512_cmp_ps_mask(z, b->second, _CMP_GT_OQ);
   b->second = _mm512_max_ps(b->second, _mm512_min_ps(b->first, z));
   b->first = _mm512_max_ps(b->first, z);
-  b->id2 = _mm512_mask_mov_epi32(_mm512_mask_mov_epi32(b->id2, next, ids), top, b->id1);
-  b->id1 = _mm512_mask_mov_epi32(b->id1, top, ids);
+  b->id2 = _mm_mask_mov_epi8(_mm_mask_mov_epi8(b->id2, next, ids), top, b->id1);
+  b->id1 = _mm_mask_mov_epi8(b->id1, top, ids);
 }
 
-/* Interleaves lane pairs of a and b and writes the first `n` pairs. */
-V16 void v16_store_pairs(float *p, v16 a, v16 b, int n) {
+V16 void v16_store_pairs(float *p, v16 a, v16 b) {
   const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
   const __m512i high = _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
-  v16_store_n(p, _mm512_permutex2var_ps(a, low, b), 2 * n);
-  if (n > 8) v16_store_n(p + 16, _mm512_permutex2var_ps(a, high, b), 2 * n - 16);
+  _mm512_storeu_ps(p, _mm512_permutex2var_ps(a, low, b));
+  _mm512_storeu_ps(p + 16, _mm512_permutex2var_ps(a, high, b));
 }
 
-V16 void v16_best_store(const v16_best *b, int32_t *ids, int n) {
-  v16_store_pairs((float *)ids, _mm512_castsi512_ps(b->id1), _mm512_castsi512_ps(b->id2), n);
+V16 void v16_best_store(const v16_best *b, int32_t *ids) {
+  v16_store_pairs((float *)ids, _mm512_castsi512_ps(_mm512_cvtepu8_epi32(b->id1)), _mm512_castsi512_ps(_mm512_cvtepu8_epi32(b->id2)));
 }
 
 #endif
