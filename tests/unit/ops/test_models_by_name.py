@@ -1,0 +1,64 @@
+"""Named models: made once, cached under a name that changes with the recipe, honest about random weights."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from ops import models
+from ops.container import Container
+from ops.models import ModelError, resolve
+
+
+@pytest.fixture
+def no_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "DEMO_PACKAGE", "a_package_that_does_not_exist")
+
+
+@pytest.mark.usefixtures("no_package")
+def test_demo_without_its_package_is_tiny_and_says_so(tmp_path: Path) -> None:
+    model = resolve("demo", cache=tmp_path / "new" / "cache", quant="int8")
+    assert model.nonsense
+    assert "random weights" in model.note
+    with Container.open(model.path) as container:
+        assert container.descriptor["quant"] == "int8"
+
+
+def test_second_resolve_makes_nothing(tmp_path: Path) -> None:
+    first = resolve("tiny", cache=tmp_path)
+    stamp = first.path.stat().st_mtime_ns
+    assert resolve("tiny", cache=tmp_path) == first
+    assert first.path.stat().st_mtime_ns == stamp
+
+
+def test_another_recipe_makes_another_file_and_removes_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = resolve("tiny", cache=tmp_path).path
+    other_quant = resolve("tiny", cache=tmp_path, quant="int4").path
+    monkeypatch.setattr(models, "recipe_digest", lambda: "0" * 8)
+    new = resolve("tiny", cache=tmp_path).path
+    assert new != old
+    assert sorted(tmp_path.glob("*.colibri")) == sorted([new, other_quant])
+
+
+def test_two_at_once_make_one(tmp_path: Path) -> None:
+    found: list[Path] = []
+    threads = [threading.Thread(target=lambda: found.append(resolve("tiny", cache=tmp_path).path)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4
+    assert len(list(tmp_path.glob("*.colibri"))) == 1
+
+
+def test_path_is_taken_as_it_is(tmp_path: Path) -> None:
+    path = resolve("tiny", cache=tmp_path).path
+    assert resolve(str(path), cache=tmp_path / "unused").path == path
+    assert not (tmp_path / "unused").exists()
+
+
+def test_neither_path_nor_name_is_an_error_that_lists_the_names(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="demo, tiny"):
+        resolve("mistral", cache=tmp_path)
