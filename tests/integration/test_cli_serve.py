@@ -31,7 +31,8 @@ def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tu
     target = f"unix:{tmp_path_factory.mktemp('socket')}/s"
     where = ["--unix-socket", target.removeprefix("unix:")]
     workers = ["--workers-per-node", "1", "--threads-per-worker", "1"]
-    process = subprocess.Popen([*CLI, "serve", str(model), *where, *workers, "--kv-memory", "64MiB"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    command = [*CLI, "serve", str(model), *where, *workers, "--kv-memory", "64MiB"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
         wait_serving(process, target)
         yield process, target
