@@ -19,8 +19,7 @@ typedef struct image_shape {
 typedef struct image {
   char *text;            /* the descriptor */
   size_t text_bytes, room;
-  uint64_t data_start;   /* where tensors begin: behind room for the descriptor to grow */
-  uint64_t file_bytes;
+  uint64_t file_bytes;   /* end of the last tensor or blob */
 } image;
 
 #define IMAGE_HEADER 64
@@ -83,10 +82,9 @@ static inline void image_layer(image *im, const image_shape *s, int layer) {
   }
 }
 
-static inline image image_make(const image_shape *s) {
-  uint64_t rows = 8 + (uint64_t)s->layers * (uint64_t)(9 + s->experts);
-  image im = {.data_start = (rows * 256 + 8192 + 4095) / 4096 * 4096};
-  im.file_bytes = im.data_start;
+/* Tensors begin at data_start, which must lie behind the descriptor as it will be when sealed. */
+static inline image image_make_at(const image_shape *s, uint64_t data_start) {
+  image im = {.file_bytes = data_start};
   image_put(&im, "{\"name\": \"test\", \"requires\": [], \"arch\": {\"vocab\": %d, \"hidden\": %d, \"layers\": %d, \"heads\": %d, \"kv_heads\": %d, ", s->vocab,
             s->hidden, s->layers, s->heads, s->kv_heads);
   image_put(&im, "\"head_dim\": %d, \"ffn\": %d, \"experts\": %d, \"max_context\": 4096, \"sliding_window\": 128, \"norm_eps\": 1e-05, ", s->head_dim, s->ffn,
@@ -103,6 +101,12 @@ static inline image image_make(const image_shape *s) {
   im.file_bytes += 10;
   image_put(&im, "\"generation\": {\"eos_token_ids\": [2], \"pad_token_id\": null}, \"provenance\": {\"notes\": \"\\u00fc\\n\"}}");
   return im;
+}
+
+/* With room for the descriptor to grow by some kilobytes. */
+static inline image image_make(const image_shape *s) {
+  uint64_t rows = 8 + (uint64_t)s->layers * (uint64_t)(9 + s->experts);
+  return image_make_at(s, (rows * 256 + 8192 + 4095) / 4096 * 4096);
 }
 
 /* The copy owns its text. */
