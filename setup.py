@@ -26,7 +26,7 @@ if not stubs_are_current():
 
 setup(
     packages=find_packages(include=["colibri*", "engine_c*", "ops*", "service*", "workers*"], exclude=["*.tests*"]),
-    package_data={"engine_c": ["include/*.h"], "colibri": ["**/*.pyi"], "ops": ["**/*.json"]},
+    package_data={"engine_c": ["include/*.h", "*.pyi", "py.typed"], "colibri": ["**/*.pyi", "py.typed"], "ops": ["**/*.json"]},
     cffi_modules=["engine_c/build_engine.py:ffibuilder"],
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

@@ -168,10 +168,10 @@ class Session(_User):
         """A copy of the last step's logits [rows with logits, vocab]."""
         import numpy as np
 
-        shape = (self._buffers.n_rows, self.model.info.vocab)
+        pointer, shape = self._pointer, (self._buffers.n_rows, self.model.info.vocab)
         if not shape[0]:
             return np.empty(shape, np.float32)
-        raw = ffi.buffer(lib.colibri_session_logits(self._pointer), 4 * shape[0] * shape[1])
+        raw = ffi.buffer(lib.colibri_session_logits(pointer), 4 * shape[0] * shape[1])
         return np.frombuffer(raw, np.float32).reshape(shape).copy()
 
     def routes(self, rows: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
