@@ -1,0 +1,96 @@
+"""Conversions as processes: interrupted ones leave nothing behind, and the memory does not grow with the model."""
+
+from __future__ import annotations
+
+import json
+import signal
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ops.container import Container
+from tests.unit.ops.checkpoints import Small, write_folder
+
+# Converts argv[1] to argv[2]; says when a tensor is written and waits there for the parent.
+WAITING = """
+import sys
+from ops.convert import convert
+
+def progress(done, total, name):
+    print(done, flush=True)
+    sys.stdin.read(1)
+
+convert(sys.argv[1], sys.argv[2], progress=progress)
+"""
+
+# Prints how much the peak memory grew during a conversion, in bytes.
+MEASURING = """
+import resource, sys
+from ops.convert import convert
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+before = peak()
+convert(sys.argv[1], sys.argv[2], quant="int8")
+print(peak() - before)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_interrupted_conversion_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    source = write_folder(tmp_path / "src", Small())
+    folder = tmp_path / "out"
+    folder.mkdir()
+    command = [sys.executable, "-c", WAITING, str(source), str(folder / "m.colibri")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        assert process.stdout is not None
+        assert int(process.stdout.readline()) > 0
+        assert len(list(folder.iterdir())) == 1, "the temporary file lies beside the target"
+        process.send_signal(number)
+        assert process.wait(timeout=30) != 0
+    assert list(folder.iterdir()) == []
+
+
+def sparse_mixtral(folder: Path, small: Small) -> int:
+    """A checkpoint of zeros in bf16 that takes no disk; returns its size."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(small.config()))
+    header, end = {}, 0
+    width, kv = small.heads * small.head_dim, small.kv_heads * small.head_dim
+    shapes = {"model.embed_tokens": (small.vocab, small.hidden), "lm_head": (small.vocab, small.hidden), "model.norm": (small.hidden,)}
+    for layer in range(small.layers):
+        prefix = f"model.layers.{layer}."
+        shapes |= {f"{prefix}{norm}_layernorm": (small.hidden,) for norm in ("input", "post_attention")}
+        shapes |= {f"{prefix}self_attn.{role}_proj": (rows, small.hidden) for role, rows in (("q", width), ("k", kv), ("v", kv))}
+        shapes |= {f"{prefix}self_attn.o_proj": (small.hidden, width), f"{prefix}block_sparse_moe.gate": (small.experts, small.hidden)}
+        for expert in range(small.experts):
+            experts = f"{prefix}block_sparse_moe.experts.{expert}."
+            shapes |= {f"{experts}w1": (small.ffn, small.hidden), f"{experts}w3": (small.ffn, small.hidden)}
+            shapes |= {f"{experts}w2": (small.hidden, small.ffn)}
+    for name, shape in shapes.items():
+        size = 2 * shape[0] * (shape[1] if len(shape) > 1 else 1)
+        header[f"{name}.weight"] = {"dtype": "BF16", "shape": shape, "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + end)
+    return end
+
+
+def test_memory_of_a_conversion_does_not_grow_with_the_model(tmp_path: Path) -> None:
+    small = Small(vocab=1000, hidden=512, heads=8, kv_heads=2, head_dim=64, ffn=1024, experts=8, layers=12)
+    size = sparse_mixtral(tmp_path / "src", small)
+    command = [sys.executable, "-c", MEASURING, str(tmp_path / "src"), str(tmp_path / "out.colibri")]
+    grown = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    expert = 4 * 3 * small.ffn * small.hidden
+    # Two threads each hold an expert in f32, as read and packed; 40 MB for the threads' stacks and what the allocator keeps.
+    bound = 2 * 2 * expert + 40_000_000
+    assert bound < size / 2, "the model is too small to show anything"
+    assert grown < bound, f"{grown / 1e6:.0f} MB more for a model of {size / 1e6:.0f} MB"
+    with Container.open(tmp_path / "out.colibri") as container:
+        assert not container.dequantise("layers.11.experts.7")[0].any()
