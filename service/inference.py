@@ -120,6 +120,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             delta = narrator.take_delta() if streaming or narrator.ended else None
             if delta is not None:
                 await context.write(pb.GenerateResponse(delta=delta))
+        if narrator.fault is not None:
+            raise narrator.fault
 
     async def _send_finish(self, narrator: Narrator, call: Call, context: _Context) -> None:
         finish = narrator.finish(model=self._model.name, request_id=call.id, now=time.monotonic())

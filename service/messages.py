@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from colibri.v1 import inference_pb2 as pb
 from engine_c import RowResult
 from service.answer import Answer
+from service.faults import Fault
 from service.request import Reason, Request
 from service.scheduler import Update
 
@@ -38,6 +39,7 @@ class Narrator:
     def __init__(self, request: Request, answer: Answer, *, logprobs: bool, bytes_of: TokenBytes) -> None:
         self.request = request
         self.ended = False
+        self.fault: Fault | None = None
         self.reason: pb.FinishReason = pb.FINISH_REASON_UNSPECIFIED
         self._answer = answer
         self._logprobs = logprobs
@@ -52,10 +54,11 @@ class Narrator:
         return self._answer.tokens
 
     def absorb(self, updates: Sequence[Update]) -> None:
-        """Takes news in order; what comes behind a stop string is not part of the answer. Raises the Fault the news may carry."""
+        """Takes news in order; what comes behind a stop string is not part of the answer. A fault ends it, what came before it counts."""
         for update in updates:
             if update.fault is not None:
-                raise update.fault
+                self.ended, self.fault = True, update.fault
+                return
             self._absorb_rows(update.rows)
             if self.ended:
                 return
