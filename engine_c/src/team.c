@@ -16,17 +16,12 @@ uint64_t colibri_now_ns(void) {
   return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
 }
 
-static uint32_t *futex_word(colibri_team *team) {
-  /* the low half of the generation; little-endian, like the container */
-  return (uint32_t *)(void *)&team->generation;
-}
+void colibri_team_sleep(colibri_team *team, uint32_t wakes) { syscall(SYS_futex, &team->wakes, FUTEX_WAIT, wakes, NULL, NULL, 0); }
 
-void colibri_team_sleep(colibri_team *team, uint32_t seen, int timeout_ms) {
-  struct timespec t = {timeout_ms / 1000, timeout_ms % 1000 * 1000000L};
-  syscall(SYS_futex, futex_word(team), FUTEX_WAIT, seen, timeout_ms >= 0 ? &t : NULL, NULL, 0);
+void colibri_team_wake(colibri_team *team) {
+  atomic_fetch_add(&team->wakes, 1);
+  syscall(SYS_futex, &team->wakes, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
 }
-
-void colibri_team_wake(colibri_team *team) { syscall(SYS_futex, futex_word(team), FUTEX_WAKE, INT_MAX, NULL, NULL, 0); }
 
 /* 1 if a task with this claim word may be taken in generation g: not yet claimed in g, or held by a process that is dead. */
 static int is_free(const colibri_team *team, uint64_t g, uint64_t word) {

@@ -70,7 +70,8 @@ typedef struct colibri_team {
   uint64_t model_bytes, arena_bytes;
   colibri_session_options options;
   char isa[16];
-  _Alignas(128) _Atomic uint64_t generation; /* of the newest phase; the low 32 bits are the futex word */
+  _Alignas(128) _Atomic uint64_t generation; /* of the newest phase */
+  _Alignas(128) _Atomic uint32_t wakes;      /* the futex word: counts wake-ups */
   _Alignas(128) colibri_phase_slot phases[2]; /* [generation & 1] */
   colibri_lane lanes[256];                   /* workers' lanes, then at index max_lanes the front end's */
   colibri_claim claims[COLIBRI_MAX_TASKS];
@@ -127,8 +128,9 @@ int colibri_lane_work(colibri_lane_env *env, uint64_t g, const colibri_phase *ph
 /* Claims task t if it is free, or held by a dead lane, and runs it. Returns 1 if it did. */
 int colibri_lane_take(colibri_lane_env *env, uint64_t g, const colibri_phase *phase, int t);
 
-/* futex on the generation: sleeps while its low half equals `seen`; wakes all. */
-void colibri_team_sleep(colibri_team *team, uint32_t seen, int timeout_ms);
+/* Sleeping without a lost wake-up: read `wakes`, then look whether there is something to do, then sleep while `wakes` is still what was read. Who
+ * gives something to do stores it first and then wakes all. */
+void colibri_team_sleep(colibri_team *team, uint32_t wakes);
 void colibri_team_wake(colibri_team *team);
 
 static inline void colibri_cpu_relax(void) {

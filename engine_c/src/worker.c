@@ -107,8 +107,8 @@ static uint64_t wait_for_phase(colibri_team *team, colibri_lane *lane, uint64_t 
     if (now - start > 20000) sched_yield(); /* somebody else may need this CPU to let us go on */
     if (now - start < limit) continue;
     atomic_store(&lane->sleeping, 1); /* sequentially consistent: the front end publishes, then looks here */
-    if (atomic_load(&team->generation) == seen && atomic_load(&lane->state) != COLIBRI_LANE_LEAVING)
-      colibri_team_sleep(team, (uint32_t)seen, -1);
+    uint32_t wakes = atomic_load(&team->wakes);
+    if (atomic_load(&team->generation) == seen && atomic_load(&lane->state) != COLIBRI_LANE_LEAVING) colibri_team_sleep(team, wakes);
     atomic_store(&lane->sleeping, 0);
     start = 0;
   }
