@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from engine_c import EngineError
-from tests.fault.harness import LONG, Decoding, children, config, descriptors, wait_for
+from tests.fault.harness import LONG, PATIENCE, Decoding, children, config, descriptors, wait_for
 from workers.lifecycle import RestartPolicy, State
 from workers.slot import SupervisorConfig
 from workers.team import Team
@@ -100,14 +100,14 @@ def test_a_worker_that_dies_between_steps_loses_no_token(how: str, model: Path, 
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGSEGV", "SIGSTOP"])
 def test_a_worker_that_dies_within_a_task_loses_no_token(how: str, model: Path) -> None:
     """Strikes at random times, with long prompts and so long tasks, until tasks had to be taken over from dead lanes twice."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 60 * PATIENCE
     with Team.open(model, config(3, supervisor=PATIENT)) as team:
         expected = Decoding(LONG).run(team.session, steps=5)
         fds = descriptors()
         striker = Striker(team, how)
         hits = 0
         while hits < 2:
-            assert time.monotonic() < deadline, f"only {hits} runs had tasks rerun in 60 s"
+            assert time.monotonic() < deadline, f"only {hits} runs had tasks rerun in time"
             decoding = Decoding(LONG)
             with striking_at_random(striker, seed=f"{how} {len(striker.struck)}"):
                 assert decoding.run(team.session, steps=5) == expected
@@ -158,7 +158,7 @@ def test_a_killed_worker_is_back_and_computing_within_a_second(model: Path) -> N
             return now.pid not in (worker.pid, None) and now.tasks > 0
 
         took = wait_for(computes, seconds=2, what="the worker back at work")
-        assert took < 1.0
+        assert took < 1.0 * PATIENCE
         assert team.supervisor.snapshot().workers[0].last_end == "killed by SIGKILL"
 
 
@@ -168,7 +168,7 @@ def test_a_stopped_worker_holds_a_step_up_no_longer_than_the_deadline(model: Pat
         decoding, striker = Decoding(), Striker(team, "SIGSTOP")
         with striking_at_random(striker, seed="stop"):
             assert decoding.run(team.session) == undisturbed
-        assert max(stats.step_ns for stats in decoding.stats) < 1e9
+        assert max(stats.step_ns for stats in decoding.stats) < 1e9 * PATIENCE
 
 
 def test_an_idle_worker_that_is_stopped_is_replaced(model: Path) -> None:
