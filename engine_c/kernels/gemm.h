@@ -20,7 +20,7 @@ void colibri_gemm_bf16_avx2(COLIBRI_GEMM_ARGS);
 void colibri_gemm_int8_avx2(COLIBRI_GEMM_ARGS);
 void colibri_gemm_int4_avx2(COLIBRI_GEMM_ARGS);
 
-/* What the three above fall back to on a CPU without AVX512_BF16 or AVX512_VNNI; named here so that tests run them everywhere. */
+/* What the bf16, int8 and int4 products for AVX-512 fall back to on a CPU without AVX512_BF16 or AVX512_VNNI; named here so that tests run them everywhere. */
 void colibri_gemm_bf16_avx512_plain(COLIBRI_GEMM_ARGS);
 void colibri_gemm_int8_avx512_plain(COLIBRI_GEMM_ARGS);
 void colibri_gemm_int4_avx512_plain(COLIBRI_GEMM_ARGS);
