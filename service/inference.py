@@ -40,6 +40,13 @@ class Call:
 
     id: str
     request: Request | None = None
+    greeted: bool = False  # initial metadata sent
+
+    async def greet(self, context: _Context) -> None:
+        """Sends the initial metadata, once. Not before the call is accepted: a client retries by itself only what was refused bare."""
+        if not self.greeted:
+            self.greeted = True
+            await context.send_initial_metadata((("x-request-id", self.id),))
 
     def trailers(self) -> tuple[tuple[str, str], ...]:
         """The trailing metadata of its answer."""
@@ -79,7 +86,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         narrator = await self._prepare(message, context)
         with self._desk.stream(narrator.request) as stream:
             call.request = narrator.request
-            await context.send_initial_metadata((("x-request-id", call.id),))
+            await call.greet(context)
             try:
                 await self._tell(narrator, stream, context, streaming=not message.HasField("stream") or message.stream)
             except (ShutDown, WorkersLost, EngineFault):
@@ -204,6 +211,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         try:
             with self._desk.call():
                 response = await work(call)
+                await call.greet(context)
                 context.set_trailing_metadata(call.trailers())
                 return response
         except Fault as fault:

@@ -193,6 +193,16 @@ def test_the_request_id_is_echoed_and_the_trailers_tell_where_time_went(server: 
     assert float(trailers["x-decode-ms"]) >= 0
 
 
+def test_a_request_id_is_made_up_if_there_is_none_or_it_is_not_fit_to_echo(server: Serving) -> None:
+    given = [(), (("x-request-id", ""),), (("x-request-id", "x" * 129),)]
+    calls = [server.client.stub.GetModel.with_call(pb.GetModelRequest(), metadata=metadata)[1] for metadata in given]
+    made_up = [dict(call.initial_metadata())["x-request-id"] for call in calls]
+    assert len(set(made_up)) == 3
+    assert all(len(one) == 32 for one in made_up)
+    _, call = server.client.stub.Score.with_call(pb.ScoreRequest(text="Hello"), metadata=(("x-request-id", "abc-2"),))
+    assert dict(call.initial_metadata())["x-request-id"] == dict(call.trailing_metadata())["x-request-id"] == "abc-2"
+
+
 def test_a_model_without_a_tokenizer_takes_and_gives_token_ids(tmp_path: Path) -> None:
     from ops.random_model import SHAPES, make_model
 

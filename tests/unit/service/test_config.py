@@ -1,0 +1,79 @@
+"""Settings: from the environment, overridden, and refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.config import ConfigError, ServeConfig, cache_dir, parse_bytes
+
+
+def test_the_environment_is_read_and_keywords_win() -> None:
+    environ = {"COLIBRI_MODEL": "/m.colibri", "COLIBRI_PORT": "7", "COLIBRI_KV_MEMORY": "2GiB", "COLIBRI_DRAIN_GRACE": "1.5", "OTHER": "x"}
+    config = ServeConfig.from_env(environ, port=8, host=None)
+    assert (config.model, config.port, config.kv_memory, config.drain_grace) == (Path("/m.colibri"), 8, 2 << 30, 1.5)
+    assert config.host == "127.0.0.1"
+
+
+def test_empty_variables_count_as_unset() -> None:
+    assert ServeConfig.from_env({"COLIBRI_PORT": ""}).port == 50051
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"port": 65536}, "port is 65536"),
+        ({"max_seqs": 0}, "max_seqs is 0"),
+        ({"max_rows": 8, "max_seqs": 16}, "max_rows is 8, less than max_seqs 16"),
+        ({"max_logit_rows": 8, "max_seqs": 16}, "max_logit_rows is 8"),
+        ({"load": "copy"}, "load is 'copy': it must be one of map, memfd"),
+        ({"kv_format": "int8"}, "kv_format is 'int8'"),
+        ({"front_lane": "maybe"}, "front_lane is 'maybe'"),
+        ({"workers_per_node": 0, "front_lane": "off"}, "nothing would compute"),
+        ({"host": ""}, "host is empty"),
+        ({"drain_grace": -1.0}, "drain_grace is -1.0"),
+    ],
+)
+def test_a_wrong_setting_is_named_with_what_is_allowed(wrong: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        ServeConfig(**wrong)
+
+
+@pytest.mark.parametrize(("variable", "raw"), [("COLIBRI_PORT", "http"), ("COLIBRI_DRAIN_GRACE", "soon"), ("COLIBRI_KV_MEMORY", "lots")])
+def test_a_variable_that_is_no_number_is_named(variable: str, raw: str) -> None:
+    with pytest.raises(ConfigError, match=f"{variable} is '{raw}'"):
+        ServeConfig.from_env({variable: raw})
+
+
+def test_a_setting_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no setting prot"):
+        ServeConfig.from_env({}, prot=1)
+
+
+def test_a_changed_copy_is_checked_again() -> None:
+    with pytest.raises(ConfigError, match="max_rows"):
+        ServeConfig().with_(max_rows=1)
+
+
+@pytest.mark.parametrize(("text", "size"), [("4096", 4096), ("512M", 512 << 20), ("2GiB", 2 << 30), ("1.5k", 1536), ("64 mb", 64 << 20)])
+def test_sizes_have_units(text: str, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize(
+    ("config", "address"),
+    [
+        (ServeConfig(host="::1", port=5), "[::1]:5"),
+        (ServeConfig(host="0.0.0.0", port=5), "0.0.0.0:5"),
+        (ServeConfig(unix_socket="/run/c.sock"), "unix:/run/c.sock"),
+    ],
+)
+def test_the_address_is_written_as_grpc_wants_it(config: ServeConfig, address: str) -> None:
+    assert config.address == address
+
+
+def test_the_cache_folder_can_be_chosen() -> None:
+    assert cache_dir({"COLIBRI_CACHE": "/c"}) == Path("/c")
+    assert cache_dir({"XDG_CACHE_HOME": "/x"}) == Path("/x/colibri")

@@ -1,0 +1,46 @@
+"""Every fault has a status code and the details that clients act on."""
+
+from __future__ import annotations
+
+import grpc
+import pytest
+from google.rpc.status_pb2 import Status
+
+from service import faults
+from service.errors import refusal
+
+CASES = [
+    (faults.InvalidField("max_tokens", "is 0"), grpc.StatusCode.INVALID_ARGUMENT, {"BadRequest"}),
+    (faults.UnknownModel("gpt", served="m"), grpc.StatusCode.NOT_FOUND, {"ErrorInfo", "ResourceInfo"}),
+    (faults.QueueFull("full", retry_after=1.0), grpc.StatusCode.RESOURCE_EXHAUSTED, {"RetryInfo", "ErrorInfo"}),
+    (faults.ClientTooSlow(64), grpc.StatusCode.RESOURCE_EXHAUSTED, {"ErrorInfo"}),
+    (faults.DeadlineUnmeetable(predicted=2.0, remaining=1.0), grpc.StatusCode.DEADLINE_EXCEEDED, {"RetryInfo", "ErrorInfo"}),
+    (faults.DeadlineExpired(), grpc.StatusCode.DEADLINE_EXCEEDED, {"ErrorInfo"}),
+    (faults.Draining(), grpc.StatusCode.UNAVAILABLE, {"RetryInfo", "ErrorInfo"}),
+    (faults.ShutDown(ran=False), grpc.StatusCode.UNAVAILABLE, {"RetryInfo", "ErrorInfo"}),
+    (faults.ShutDown(ran=True), grpc.StatusCode.ABORTED, {"ErrorInfo"}),
+    (faults.WorkersLost(ran=False, sentence="none left"), grpc.StatusCode.UNAVAILABLE, {"RetryInfo", "ErrorInfo"}),
+    (faults.WorkersLost(ran=True, sentence="none left"), grpc.StatusCode.ABORTED, {"ErrorInfo"}),
+    (faults.EngineFault("NUMERIC", "a NaN"), grpc.StatusCode.INTERNAL, {"ErrorInfo"}),
+    (KeyError("a bug"), grpc.StatusCode.INTERNAL, {"ErrorInfo"}),
+]
+
+
+@pytest.mark.parametrize(("fault", "code", "details"), CASES, ids=[f"{type(fault).__name__}-{code.name}" for fault, code, _ in CASES])
+def test_a_fault_becomes_its_status(fault: Exception, code: grpc.StatusCode, details: set[str]) -> None:
+    status = refusal(fault).status()
+    assert status.code is code
+    (packed,) = [value for key, value in status.trailing_metadata if key == "grpc-status-details-bin"]
+    rich = Status.FromString(packed)
+    assert {detail.type_url.rpartition(".")[2] for detail in rich.details} == details
+    assert rich.message == status.details
+    if isinstance(fault, faults.Fault):
+        assert status.details == str(fault)
+
+
+def test_every_kind_of_fault_is_covered() -> None:
+    assert {type(fault) for fault, _, _ in CASES} >= set(faults.Fault.__subclasses__())
+
+
+def test_a_bug_does_not_tell_its_innards() -> None:
+    assert "secret" not in refusal(ValueError("secret")).sentence
