@@ -116,15 +116,18 @@ sanitize: $(READY) $(VENV)/.dev $(C_TESTS:engine_c/tests/%.c=build/asan/%) build
 	@ops/sanitize_python.sh
 
 FUZZ_SECONDS ?= 30
-FUZZ_FLAGS := -std=gnu11 -O1 -g -ffp-contract=off -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all
-build/fuzz/fuzz_container: engine_c/tests/fuzz_container.c $(C_SOURCES)
+FUZZ_FLAGS := -std=gnu11 -O1 -g -ffp-contract=off -Wall -Wextra -Werror -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all
+# The parser alone: what runs on a file's bytes before anything computes.
+PARSER_C := $(addprefix engine_c/src/,error.c json.c container.c tensors.c model.c pack.c) engine_c/kernels/numeric.c
+build/fuzz/fuzz_container: engine_c/tests/fuzz_container.c engine_c/tests/fuzz_seed.c $(PARSER_C) $(filter %.h,$(C_SOURCES))
 	@command -v clang >/dev/null || { echo "fuzzing needs clang and its run-time library. Debian: apt-get install clang libclang-rt-14-dev" >&2; exit 1; }
 	@mkdir -p build/fuzz/corpus
-	@clang $(FUZZ_FLAGS) $(INCLUDES) $< $(LIB_C) $(LIBS) -o $@
+	@$(CC) -std=gnu11 -O1 $(INCLUDES) engine_c/tests/fuzz_seed.c -o build/fuzz/fuzz_seed && build/fuzz/fuzz_seed build/fuzz/corpus
+	@clang $(FUZZ_FLAGS) $(INCLUDES) $< $(PARSER_C) $(LIBS) -o $@
 
 fuzz: build/fuzz/fuzz_container ## fuzz the container parser for FUZZ_SECONDS (30)
-	@build/fuzz/fuzz_container -max_total_time=$(FUZZ_SECONDS) -max_len=65536 -timeout=10 -rss_limit_mb=2048 \
-	  -artifact_prefix=build/fuzz/ -print_final_stats=1 -verbosity=0 build/fuzz/corpus $(wildcard engine_c/tests/corpus)
+	@build/fuzz/fuzz_container -dict=build/fuzz/container.dict -max_total_time=$(FUZZ_SECONDS) -max_len=16384 -timeout=10 \
+	  -rss_limit_mb=2048 -artifact_prefix=build/fuzz/ -print_final_stats=1 -verbosity=0 build/fuzz/corpus
 
 clean: ## remove what was built; the virtual environment and the model cache stay
 	@rm -rf build dist *.egg-info colibri .mypy_cache .ruff_cache .pytest_cache .hypothesis
