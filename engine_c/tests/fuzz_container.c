@@ -1,6 +1,6 @@
 /* fuzz_container.c - libFuzzer target for the container parser. Every input is tried as it is, and again as a sound file whose descriptor is what stands
  * behind the input's header, followed by as many zeros as bytes 48 and 49 say: so the fuzzer reaches the descriptor, and an input stays small.
- * Build and run, from the repository's root (gcc has no libFuzzer; any clang will do):
+ * `make fuzz` builds and runs it; by hand, from the repository's root (gcc has no libFuzzer):
  *
  *   mkdir -p build/fuzz/corpus
  *   clang -std=gnu11 -O1 -g -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all -ffp-contract=off -Wall -Wextra -Werror \
@@ -15,7 +15,7 @@
 #include "image.h"
 #include "model.h"
 
-/* The fuzz build leaves the kernels out; opening a file, which is not fuzzed, would choose among them. */
+/* The kernels are left out of this build: only opening a file, which is not fuzzed, chooses among them. */
 int colibri_isa_ensure(colibri_error *err);
 int colibri_isa_ensure(colibri_error *err) {
   (void)err;
