@@ -10,7 +10,7 @@ import secrets
 import signal
 import threading
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TypeAlias
@@ -114,8 +114,9 @@ class ContainerWriter:
         offset, length, digest = self._append(BLOB_ALIGNMENT, [np.frombuffer(data, np.uint8)])
         self._blobs[name] = {"offset": offset, "length": length, "sha256": digest}
 
-    def commit(self) -> int:
-        """Writes descriptor and header, flushes all to the disk and gives the file its name. Returns the file's size in bytes."""
+    def commit(self, *, check: Callable[[Path], None] | None = None) -> int:
+        """Writes descriptor and header, lets `check` refuse the whole file (by raising), flushes it to the disk and gives it its name.
+        Returns the file's size in bytes."""
         table: list[Json] = [entry.to_json() for entry in self._tensors.values()]
         text = json.dumps({**self._descriptor, "tensors": table, "blobs": self._blobs}, separators=(",", ":"), allow_nan=False).encode()
         if len(text) > self._reserve:
@@ -126,6 +127,8 @@ class ContainerWriter:
         try:
             self._write(0, header.to_bytes() + text)
             os.ftruncate(self._fd, self._end)
+            if check is not None:
+                check(self._temporary)
             os.fsync(self._fd)
             os.rename(self._temporary, self.path)
             self._temporary = None

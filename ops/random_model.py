@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from engine_c import version
 from ops.container_layout import Json, TensorEntry, file_bytes
 from ops.container_writer import ContainerWriter, descriptor_reserve
 from ops.convert.pipeline import Progress, write_tensors
@@ -261,7 +262,7 @@ def _descriptor(shape: ModelShape, quant: str, seed: int) -> dict[str, Json]:
         "provenance": {
             "source": f"random weights, seed {seed}",
             "licence": "Apache-2.0",
-            "converter": "colibri 0.1.0",
+            "converter": f"colibri {version()}",
             "notes": "random weights: the answers are nonsense",
         },
     }

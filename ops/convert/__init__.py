@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine_c import EngineError, Model, version
 from ops.container_layout import ContainerError, Json, file_bytes
 from ops.container_writer import ContainerWriter, descriptor_reserve
 from ops.convert.arch import Arch, resolve
@@ -22,8 +23,6 @@ from ops.convert.tokenizer import check_tokenizer, generation_defaults
 from ops.convert.upcycle import parse_recipe, upcycle as upcycled
 
 __all__ = ["ConvertError", "ConvertReport", "convert"]
-
-CONVERTER = "colibri 0.1.0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +112,15 @@ def _write(
         for name, data in blobs.items():
             writer.add_blob(name, data)
         write_tensors(writer, plan.jobs, progress)
-        return writer.commit()
+        return writer.commit(check=_engine_accepts)
+
+
+def _engine_accepts(path: Path) -> None:
+    """A model the engine would not open is not worth writing: its sizes are beyond a limit of the engine."""
+    try:
+        Model.open(path).close()
+    except EngineError as error:
+        raise ConvertError(f"the engine does not accept the model: {error}") from error
 
 
 def _tokenizer_text(texts: Texts, choice: str) -> str:
@@ -137,7 +144,7 @@ def _provenance(source: Source, texts: Texts, recipe: str | None, seed: int) -> 
     return {
         "source": " ".join(filter(None, (source.path.resolve().name, texts.description))),
         "licence": texts.licence_name,
-        "converter": CONVERTER,
+        "converter": f"colibri {version()}",
         "notes": notes,
     }
 

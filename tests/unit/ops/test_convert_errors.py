@@ -76,6 +76,13 @@ def test_unsupported_setting_is_named(tmp_path: Path, changes: dict[str, Any], s
     assert says in refused(write_folder(tmp_path / "src", replace(MIXTRAL, changes=changes)), tmp_path / "out.colibri")
 
 
+def test_size_beyond_the_engine_is_refused(tmp_path: Path) -> None:
+    small = replace(MIXTRAL, experts=70, top_k=65, hidden=32, ffn=16)
+    says = refused(write_folder(tmp_path / "src", small), tmp_path / "out.colibri")
+    assert "the engine does not accept the model" in says
+    assert "65" in says
+
+
 def test_tensor_nobody_reads_is_refused(tmp_path: Path) -> None:
     weights = MIXTRAL.weights() | {"model.layers.0.self_attn.q_proj.bias": np.zeros(96, np.float32)}
     says = refused(write_folder(tmp_path / "src", MIXTRAL, weights=weights), tmp_path / "out.colibri")
