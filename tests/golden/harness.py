@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +22,6 @@ MODELS = Path(__file__).parent / "models"
 NAMES = tuple(sorted(path.name for path in MODELS.iterdir()))
 F32_BOUND = 2e-4  # of f32 logits to transformers', in units of max|logit|: the promise
 WEIGHT_BOUND = 1e-5  # of router weights, absolute
-# Of logits to the reference that rounds activations as the format does, and of gate logits (how far from the best choice).
-ROUNDED_BOUND = {"f32": 2e-5, "bf16": 2e-3, "int8": 2e-3, "int4": 2e-3}
-REGRET_BOUND = {"f32": 2e-5, "bf16": 2e-3, "int8": 2e-3, "int4": 2e-3}
 KV_BLOCKS = 64  # of the sessions below: room for many short sequences at once
 
 F32 = NDArray[np.float32]
@@ -56,6 +54,11 @@ class Trace:
 def vectors(name: str) -> Vectors:
     with np.load(MODELS / name / "vectors.npz") as file:
         return Vectors(**{field: file[field] for field in Vectors.__dataclass_fields__})
+
+
+def error(a: NDArray[np.floating], b: NDArray[np.floating]) -> float:
+    """Size of a - b relative to b's: root of the mean square."""
+    return float(np.linalg.norm(a.astype(np.float64) - b) / np.linalg.norm(b))
 
 
 def distance(a: NDArray[np.floating], b: NDArray[np.floating]) -> float:
@@ -113,7 +116,16 @@ def threads(path: Path, *, lanes: int, kv_format: str = "f32") -> Iterator[engin
             thread.start()
             stack.callback(thread.join)
             stack.callback(session.lane_leave, lane)
+            wait_for_lane(session, lane)  # a lane that has not attached yet cannot be asked to leave
         yield session
+
+
+def wait_for_lane(session: engine_c.Session, lane: int) -> None:
+    deadline = time.monotonic() + 10
+    while session.lane_state(lane) == engine_c.LANE_EMPTY:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"lane {lane} does not attach")
+        time.sleep(0.0002)
 
 
 # ---------------------------------------------------------------- running prompts

@@ -143,15 +143,16 @@ def round_to(fmt: str, x: Array) -> Array:
     if fmt == "bf16":
         bits = x.astype(np.float32).view(np.uint32).astype(np.uint64)
         return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16 << 16).astype(np.uint32).view(np.float32).astype(np.float64)
-    k = x.shape[-1]
-    padded = np.pad(x.astype(np.float32), [(0, 0)] * (x.ndim - 1) + [(0, -k % GROUP)])
-    groups = padded.reshape(*x.shape[:-1], -1, GROUP).astype(np.float64)
-    amax = np.abs(groups).max(axis=-1, keepdims=True)
-    scale = np.where(amax > 0, amax / 127, 1.0)
+    groups = -(-x.shape[-1] // GROUP)
+    padded = np.zeros((*x.shape[:-1], groups * GROUP), np.float32)
+    padded[..., : x.shape[-1]] = x
+    v = padded.reshape(*x.shape[:-1], groups, GROUP)
+    scale = np.abs(v).max(axis=-1, keepdims=True) / np.float32(127)  # in float32, as the engine has it: fewer values fall the other way
+    scale[scale == 0] = 1
     if fmt == "int4":
-        scale = np.exp2(np.clip(np.ceil(np.log2(scale)), -63, 63))
-    q = np.clip(np.rint(groups / scale), -127, 127) * scale
-    return q.reshape(*x.shape[:-1], -1)[..., :k]
+        scale = np.exp2(np.clip(np.ceil(np.log2(scale.astype(np.float64))), -63, 63)).astype(np.float32)
+    q = np.clip(np.rint(v / scale), -127, 127).astype(np.float64) * scale
+    return q.reshape(padded.shape)[..., : x.shape[-1]]
 
 
 # ---------------------------------------------------------------- where weights come from
