@@ -5,9 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import struct
-import subprocess
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -227,20 +226,6 @@ def test_unwritable_targets_are_named(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------- full disk
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True, text=True, check=False)
-    if mounted.returncode:
-        pytest.skip(f"NOT TESTED: a full disk. Mounting a tmpfs was refused: {mounted.stderr.strip()}")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", str(folder)], check=True)
 
 
 def test_disk_that_is_too_small_is_refused_before_writing(small_disk: Path) -> None:

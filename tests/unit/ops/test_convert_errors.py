@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ops.convert import convert
+from ops.convert import ConvertError, convert
 from ops.convert.families import TABLES
 from ops.random_model import random_tokenizer
 from tests.unit.ops.checkpoints import DROP, Small, write_folder, write_shards
@@ -184,6 +185,23 @@ def test_tokenizer_can_be_left_out_or_replaced(tmp_path: Path) -> None:
     assert not convert(source, tmp_path / "a", tokenizer="none").tokenizer
     assert convert(source, tmp_path / "b", tokenizer=str(tmp_path / "good.json")).tokenizer
     assert "none.json: cannot be read" in refused(source, tmp_path / "c", tokenizer=str(tmp_path / "none.json"))
+
+
+def test_disk_that_is_too_small_is_refused_with_what_is_needed(tmp_path: Path, small_disk: Path) -> None:
+    says = refused(write_folder(tmp_path / "src", MIXTRAL), small_disk / "out.colibri", quant="f32")
+    assert "out.colibri: needs 2 MB" in says
+    assert "1 MB free; free space or write elsewhere" in says
+
+
+def test_disk_that_fills_up_meanwhile_is_refused(tmp_path: Path, small_disk: Path) -> None:
+    source = write_folder(tmp_path / "src", MIXTRAL)
+
+    def somebody_else_writes(done: int, total: int, name: str) -> None:
+        (small_disk / "else").write_bytes(bytes(os.statvfs(small_disk).f_bavail * 4096))
+
+    with pytest.raises(ConvertError, match="the disk is full .* are needed in all"):
+        convert(source, small_disk / "out.colibri", quant="int8", progress=somebody_else_writes)
+    assert [path.name for path in small_disk.iterdir()] == ["else"]
 
 
 def test_wrong_arguments_are_named(tmp_path: Path) -> None:
