@@ -124,7 +124,7 @@ def _read_at(path: Path, file: BinaryIO, offset: int, length: int) -> bytes:
 
 def _read_generation(raw: object) -> Generation:
     if not isinstance(raw, Mapping):
-        raise ArtifactError("the descriptor's generation defaults are no object")
+        raise TypeError("generation is no object")
     bos = raw.get("bos_token_id")
     return Generation(
         temperature=float(raw.get("temperature") or 0.0) if raw.get("temperature") is not None else 1.0,

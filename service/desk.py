@@ -16,9 +16,10 @@ from service.streams import Stream
 class Desk:
     """One for a server."""
 
-    def __init__(self, engine: EngineThread, *, stream_limit: int) -> None:
+    def __init__(self, engine: EngineThread, *, stream_limit: int, stream_patience: float) -> None:
         self._engine = engine
         self._limit = stream_limit
+        self._patience = stream_patience
         self._streams: dict[str, Stream] = {}
         self._calls = 0
         self._draining = False
@@ -57,7 +58,7 @@ class Desk:
     @contextmanager
     def stream(self, request: Request) -> Iterator[Stream]:
         """Submits a request (or raises the Fault that says why not); whatever ends the block, nothing of it is computed afterwards."""
-        stream = Stream(request, limit=self._limit, on_overflow=self._engine.abort)
+        stream = Stream(request, limit=self._limit, patience=self._patience, on_overflow=self._engine.abort)
         self._engine.submit(request)
         self._streams[request.id] = stream
         try:

@@ -126,7 +126,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             last = self._observe_tokens(narrator.tokens - before, last)
             delta = narrator.take_delta() if streaming or narrator.ended else None
             if delta is not None:
-                await context.write(pb.GenerateResponse(delta=delta))
+                await stream.send(context.write(pb.GenerateResponse(delta=delta)))
         if narrator.fault is not None:
             raise narrator.fault
 

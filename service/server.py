@@ -127,7 +127,7 @@ class Server:
         self.model = self._make_model(artifact)
         self.metrics = Metrics(self.model.name)
         self.engine = EngineThread(self.team.session, self._make_scheduler(), lane_grace=config.lane_grace)
-        self.desk = Desk(self.engine, stream_limit=config.stream_buffer_tokens)
+        self.desk = Desk(self.engine, stream_limit=config.stream_buffer_tokens, stream_patience=config.stream_patience)
         self.engine.start(asyncio.get_running_loop(), self.desk.deliver)
         undo.push_async_callback(self._stop_engine)
         self.metrics.read_from(self._snapshot)

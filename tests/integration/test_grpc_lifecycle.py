@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -16,7 +17,7 @@ import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from colibri.v1 import inference_pb2 as pb
+from colibri.v1 import inference_pb2 as pb, inference_pb2_grpc
 from engine_c import EngineError
 from service.client import Client, generate_request
 from service.config import ConfigError
@@ -109,11 +110,18 @@ def test_many_cancels_leave_no_block_and_no_memory_behind(server: Serving) -> No
 
 # ---------------------------------------------------------------- a client that stops reading
 
+SHORT_OF_PATIENCE = {"stream_buffer_tokens": 64, "stream_patience": 0.2, "kv_memory": 64 << 20}
+
+
+def lazy_channel(server: Serving) -> grpc.Channel:
+    """A channel that takes in little of what is not read."""
+    return grpc.insecure_channel(server.target, options=[("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 16)])
+
 
 def test_a_client_that_stops_reading_loses_its_request_and_holds_up_nobody(long_model: Path) -> None:
-    with serving(long_model, stream_buffer_tokens=64, kv_memory=64 << 20) as server:
-        with Client(server.target) as lazy:
-            call = lazy.stub.Generate(endless(max_tokens=60_000, top_logprobs=20))
+    with serving(long_model, **SHORT_OF_PATIENCE) as server:
+        with lazy_channel(server) as channel:
+            call = inference_pb2_grpc.InferenceStub(channel).Generate(endless(max_tokens=60_000, top_logprobs=20))
             until(lambda: server.stats().running, "it runs")
             until(lambda: server.stats().running == 0, "it has been called off", timeout=60)
             until(lambda: server.stats().pool.held == 0, "its KV blocks are back")
@@ -162,6 +170,27 @@ def test_lost_lanes_for_good_are_retriable_only_if_nothing_ran(server: Serving, 
     assert server.client.complete(endless(max_tokens=5)).finish.usage.completion_tokens == 5
     until(lambda: readiness(server.target) == SERVING, "ready again")
     server.wait_idle()
+
+
+@pytest.mark.parametrize("front_lane", ["on", "off"])
+def test_killed_workers_change_no_token_and_fail_no_stream(tiny_model: Path, server: Serving, front_lane: str) -> None:
+    requests = [endless(f"{i} hello", seed=i, max_tokens=200) for i in range(16)]
+    alone = [server.client.complete(request) for request in requests]
+    with serving(tiny_model, workers_per_node=2, threads_per_worker=1, front_lane=front_lane) as team, ThreadPoolExecutor(16) as pool:
+        team.gate.fault = lambda step: kill_one(team, step) if step % 60 == 20 else None
+        together = list(pool.map(team.client.complete, requests))
+        team.gate.fault = lambda _: None
+        restarts = sum(worker.restarts for worker in team.server.team.supervisor.snapshot().workers)
+        team.wait_idle()
+    assert [(a.text, a.token_ids) for a in alone] == [(b.text, b.token_ids) for b in together]
+    assert restarts > 0
+
+
+def kill_one(team: Serving, step: int) -> None:
+    """SIGKILL to one of the workers, in turn."""
+    pids = [worker.pid for worker in team.server.team.supervisor.snapshot().workers if worker.pid]
+    if pids:
+        os.kill(pids[step % len(pids)], signal.SIGKILL)
 
 
 # ---------------------------------------------------------------- health and metrics
@@ -215,8 +244,6 @@ def test_metrics_have_the_names_that_dashboards_read(tiny_model: Path) -> None:
 def test_a_client_that_pings_often_survives_a_silent_prefill(server: Serving) -> None:
     options = [("grpc.keepalive_time_ms", 200), ("grpc.keepalive_permit_without_calls", 1), ("grpc.http2.max_pings_without_data", 0)]
     with grpc.insecure_channel(server.target, options=options) as channel:
-        from colibri.v1 import inference_pb2_grpc
-
         server.gate.shut()
         call = inference_pb2_grpc.InferenceStub(channel).Generate(endless(max_tokens=3), timeout=PATIENCE)
         assert not threading.Event().wait(2.5)  # the silence itself is what is tested
@@ -259,6 +286,19 @@ def test_a_second_sigterm_hurries_and_says_what_ran(long_model: Path, tmp_path: 
         assert reason(error) == "SHUTDOWN"
         assert events[-1].finish.reason == pb.FINISH_REASON_ABORT
         assert process.popen.wait(PATIENCE) == 0
+
+
+def test_a_client_that_does_not_read_cannot_hold_up_the_shutdown(long_model: Path) -> None:
+    with serving(long_model, drain_grace=0.2, **SHORT_OF_PATIENCE) as server, lazy_channel(server) as channel:
+        call = inference_pb2_grpc.InferenceStub(channel).Generate(endless(max_tokens=60_000, top_logprobs=20))
+        until(lambda: server.stats().running, "it runs")
+        until(lambda: server.stats().running == 0, "it has been called off", timeout=60)
+        assert server.server.desk.calls == 1
+        started = time.monotonic()
+        server.loop.call_soon_threadsafe(server.server.request_stop)
+        until(server.loop.is_closed, "the server has stopped", timeout=5)
+        assert time.monotonic() - started < 5
+        broken_off(call)
 
 
 def test_the_grace_ends_what_is_left(long_model: Path) -> None:
