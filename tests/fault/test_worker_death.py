@@ -19,7 +19,7 @@ from workers.lifecycle import RestartPolicy, State
 from workers.slot import SupervisorConfig
 from workers.team import Team
 
-PATIENT = SupervisorConfig(policy=RestartPolicy(stable_s=0.0))
+PATIENT = SupervisorConfig(look_s=0.05, policy=RestartPolicy(stable_s=0.0))
 """Deaths in quick succession are the point of these tests: no waiting, no giving up."""
 
 HOW = ("SIGKILL", "SIGSEGV", "SIGABRT", "SIGTERM", "SIGSTOP", "exit(0)")
@@ -99,19 +99,19 @@ def test_a_worker_that_dies_between_steps_loses_no_token(how: str, model: Path, 
 
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGSEGV", "SIGSTOP"])
 def test_a_worker_that_dies_within_a_task_loses_no_token(how: str, model: Path) -> None:
-    """Strikes at random times, with long prompts and so long tasks, until tasks had to be taken over from dead lanes twice."""
+    """Strikes at random times, with long prompts and so long tasks, until tasks had to be taken over from a dead lane."""
     deadline = time.monotonic() + 60 * PATIENCE
     with Team.open(model, config(3, supervisor=PATIENT)) as team:
         expected = Decoding(LONG).run(team.session, steps=5)
         fds = descriptors()
         striker = Striker(team, how)
-        hits = 0
-        while hits < 2:
-            assert time.monotonic() < deadline, f"only {hits} runs had tasks rerun in time"
+        hit = False
+        while not hit:
+            assert time.monotonic() < deadline, "no task was rerun in time"
             decoding = Decoding(LONG)
             with striking_at_random(striker, seed=f"{how} {len(striker.struck)}"):
                 assert decoding.run(team.session, steps=5) == expected
-            hits += decoding.rerun > 0
+            hit = decoding.rerun > 0
             striker.wait_until_replaced()
         assert Decoding(LONG).run(team.session, steps=5) == expected
         assert len(children()) == 3
