@@ -199,7 +199,7 @@ def test_disk_that_fills_up_meanwhile_is_refused(tmp_path: Path, small_disk: Pat
     def somebody_else_writes(done: int, total: int, name: str) -> None:
         (small_disk / "else").write_bytes(bytes(os.statvfs(small_disk).f_bavail * 4096))
 
-    with pytest.raises(ConvertError, match="the disk is full .* are needed in all"):
+    with pytest.raises(ConvertError, match=r"the disk is full .* are needed in all"):
         convert(source, small_disk / "out.colibri", quant="int8", progress=somebody_else_writes)
     assert [path.name for path in small_disk.iterdir()] == ["else"]
 
