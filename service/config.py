@@ -47,6 +47,7 @@ class ServeConfig:
     spin_us: int = 50  # a lane spins this long before it sleeps
     hang_ms: int = 1000  # a worker that holds a task longer is killed; 0: never
 
+    prefill_seconds: float = 0.25  # what a chunk of a prompt may hold answers up that are under way; 0: no limit but max_rows
     max_queue: int = 256  # requests that may wait
     max_queue_tokens: int = 1 << 18  # prompt tokens that may wait
     default_max_tokens: int = 512  # of a request that does not say
@@ -140,6 +141,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "stream_patience": (0.0, 3600.0),
     "max_message_bytes": (1 << 16, 1 << 30),
     "max_rpcs": (1, 1_000_000),
+    "prefill_seconds": (0.0, 3600.0),
     "drain_grace": (0.0, 86400.0),
     "start_timeout": (0.1, 86400.0),
     "lane_grace": (0.0, 3600.0),

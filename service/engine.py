@@ -14,6 +14,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from engine_c import EngineError, SeqResult, SeqWork, StepStats
 from service.faults import Draining, EngineFault, Fault, WorkersLost
 from service.request import Request
@@ -21,14 +24,19 @@ from service.scheduler import Plan, Scheduler, SchedulerStats, Update
 
 log = logging.getLogger(__name__)
 _LANE_POLL = 0.02  # seconds between tries when nothing is left that computes
+_EXPERTS_EVERY = 1.0  # seconds between looks at the experts' load
 _IDLE_CHECK_AFTER = 1.0  # seconds of idling before the books are checked
 
 
 class Stepper(Protocol):
-    """The part of engine_c.Session that steps."""
+    """The part of engine_c.Session that the thread uses."""
 
     def step(self, work: Sequence[SeqWork]) -> tuple[list[SeqResult], StepStats]:
         """Runs one batch; EngineError if it could not be done."""
+        ...
+
+    def expert_counts(self) -> npt.NDArray[np.uint64]:
+        """Tokens each expert has had [layers, experts]."""
         ...
 
 
@@ -45,10 +53,12 @@ class EngineTotals:
     step_ns: int = 0
     wait_ns: int = 0
     serial_ns: int = 0
+    phases: int = 0
     tasks: int = 0
     tasks_rerun: int = 0
     lanes_lost: int = 0
     lanes: int = 0  # of the last step
+    expert_skew: tuple[float, ...] = ()  # by layer: tokens of the busiest expert over the mean; up to a second old
 
 
 @dataclass(slots=True)
@@ -77,6 +87,7 @@ class EngineThread:
         self._stopping = False
         self._draining = False
         self._totals = EngineTotals()
+        self._next_look = 0.0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._deliver: Deliver | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -110,7 +121,7 @@ class EngineThread:
         with self._wake:
             self._draining = True
 
-    def stop(self, timeout: float = 10.0) -> bool:
+    def stop(self, timeout: float = 60.0) -> bool:
         """Ends the thread when the step that runs is done; requests still there get no more news. False if it did not end in time."""
         with self._wake:
             self._stopping = True
@@ -179,8 +190,12 @@ class EngineThread:
         finally:
             self.progress.busy_since = None
         now = self.progress.last_step = time.monotonic()
+        totals = _add(self._totals, plan, stats)
+        if now >= self._next_look:
+            self._next_look = now + _EXPERTS_EVERY
+            totals = replace(totals, expert_skew=expert_skew(self._session.expert_counts()))
         with self._lock:
-            self._totals = _add(self._totals, plan, stats)
+            self._totals = totals
             return self._scheduler.complete(plan, results, now=now)
 
     def _step_with_lanes(self, plan: Plan, started: float) -> tuple[list[SeqResult], StepStats]:
@@ -232,8 +247,16 @@ def _add(totals: EngineTotals, plan: Plan, stats: StepStats) -> EngineTotals:
         step_ns=totals.step_ns + stats.step_ns,
         wait_ns=totals.wait_ns + stats.wait_ns,
         serial_ns=totals.serial_ns + stats.serial_ns,
+        phases=totals.phases + stats.phases,
         tasks=totals.tasks + stats.tasks,
         tasks_rerun=totals.tasks_rerun + stats.tasks_rerun,
         lanes_lost=totals.lanes_lost + stats.lanes_lost,
         lanes=stats.lanes,
+        expert_skew=totals.expert_skew,
     )
+
+
+def expert_skew(counts: npt.NDArray[np.uint64]) -> tuple[float, ...]:
+    """Tokens of the busiest expert over the mean, for each layer of counts [layers, experts]; 1 where none has had any."""
+    most, mean = counts.max(axis=1), counts.mean(axis=1)
+    return tuple(float(m / a) if a else 1.0 for m, a in zip(most, mean, strict=True))

@@ -103,6 +103,11 @@ class _EngineCollector(Collector):
             gauge = GaugeMetricFamily(name, text, labels=["model_name"])
             gauge.add_metric([self._model], value)
             yield gauge
+        text = "Tokens of a layer's busiest expert over the mean."
+        skew = GaugeMetricFamily("colibri_expert_load_max_over_mean", text, labels=["model_name", "layer"])
+        for layer, value in enumerate(snapshot.engine.expert_skew):
+            skew.add_metric([self._model, str(layer)], value)
+        yield skew
         for name, text, value in _counters(snapshot):
             counter = CounterMetricFamily(name, text, labels=["model_name"])
             counter.add_metric([self._model], value)
@@ -137,6 +142,7 @@ def _counters(snapshot: Snapshot) -> list[tuple[str, str, float]]:
         ("colibri_step_seconds", "Time in steps.", engine.step_ns / 1e9),
         ("colibri_step_wait_seconds", "Time in steps that the front end waited.", engine.wait_ns / 1e9),
         ("colibri_step_serial_seconds", "Time in steps that only the front end worked.", engine.serial_ns / 1e9),
+        ("colibri_phases", "Phases of all steps.", engine.phases),
         ("colibri_tasks", "Tasks done.", engine.tasks),
         ("colibri_tasks_rerun", "Tasks taken over from a lane that died.", engine.tasks_rerun),
         ("colibri_lanes_lost", "Lanes found dead in a step.", engine.lanes_lost),

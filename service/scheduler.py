@@ -22,6 +22,7 @@ from service.request import LIVE, Reason, Request, State
 
 _RATE_WEIGHT = 0.2  # of the newest step in the moving average of the prefill rate
 _RATE_ROWS = 16  # steps with fewer prefill rows say little about the rate
+_LEAST_CHUNK = 32  # prefill rows of a step, however slow the machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,7 @@ class Limits:
     max_logit_rows: int
     max_queue: int  # requests waiting
     max_queue_tokens: int  # prompt tokens of all requests waiting
+    prefill_seconds: float = 0.0  # what the prefills of a step may take while answers are decoding; 0: no limit but max_rows
 
     def __post_init__(self) -> None:
         for name in ("max_rows", "max_seqs", "max_logit_rows", "max_queue", "max_queue_tokens"):
@@ -171,6 +173,8 @@ class Scheduler:
         chosen: dict[str, Share] = {}
         for request in [r for r in self.running if r.state is State.DECODE]:
             self._schedule_decode(request, budget, chosen)
+        if chosen:
+            budget.rows = min(budget.rows, self._prefill_rows())
         for request in [r for r in self.running if r.state is State.PREFILL]:
             self._schedule_prefill(request, budget, chosen)
         while self.waiting and self._can_admit(self.waiting[0], budget):
@@ -384,6 +388,12 @@ class Scheduler:
         if token in request.stop_ids:
             return Reason.STOP
         return Reason.LENGTH if len(request.tokens) - len(request.prompt) >= request.max_tokens else None
+
+    def _prefill_rows(self) -> int:
+        """Prefill rows of a step that also decodes: as many as the answers under way can be kept waiting for."""
+        if self.limits.prefill_seconds <= 0 or self.prefill_rate <= 0:
+            return self.limits.max_rows
+        return max(_LEAST_CHUNK, int(self.prefill_rate * self.limits.prefill_seconds))
 
     def _observe(self, plan: Plan, now: float) -> None:
         """Keeps a moving average of the rows a second of steps that prefill."""

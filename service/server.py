@@ -165,6 +165,7 @@ class Server:
             max_logit_rows=options.max_logit_rows,
             max_queue=self.config.max_queue,
             max_queue_tokens=self.config.max_queue_tokens,
+            prefill_seconds=self.config.prefill_seconds,
         )
         return Scheduler(limits, BlockPool(options.kv_blocks))
 
@@ -213,8 +214,8 @@ class Server:
 
     async def drain(self) -> None:
         """Readiness off, nothing new taken, what is under way finished within the grace or until hurried."""
-        self.desk.drain()
         self.health.set(READINESS, serving=False)
+        self.desk.drain()
         log.info("draining %d calls, for %.0f s at the most", self.desk.calls, self.config.drain_grace)
         idle = asyncio.create_task(self.desk.wait_idle(self.config.drain_grace))
         hurry = asyncio.create_task(self._hurry.wait())

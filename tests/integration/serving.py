@@ -19,7 +19,7 @@ import psutil
 from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
 from grpc_status import rpc_status
 
-from engine_c import SeqResult, SeqWork, StepStats
+from engine_c import SeqResult, SeqWork, Session, StepStats
 from service.client import Client
 from service.config import ServeConfig
 from service.scheduler import SchedulerStats
@@ -43,7 +43,7 @@ def until(condition: Callable[[], _T], what: str, *, timeout: float = PATIENCE) 
 class Gate:
     """The real session behind a gate: a step waits while it is shut, and can be made to fail."""
 
-    def __init__(self, session: object) -> None:
+    def __init__(self, session: Session) -> None:
         self._session = session
         self._open = threading.Event()
         self._open.set()
@@ -57,7 +57,10 @@ class Gate:
         error = self.fault(self.entered)
         if error is not None:
             raise error
-        return self._session.step(work)  # type: ignore[attr-defined,no-any-return]
+        return self._session.step(work)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._session, name)
 
     def shut(self) -> None:
         self._open.clear()

@@ -235,6 +235,9 @@ def test_metrics_have_the_names_that_dashboards_read(tiny_model: Path) -> None:
     assert float(values["vllm:num_requests_running" + label]) == 0
     assert float(values["vllm:time_to_first_token_seconds_count" + label]) == 1
     assert float(values["colibri_steps_total" + label]) == 20
+    skews = [float(value) for name, value in values.items() if name.startswith("colibri_expert_load_max_over_mean")]
+    assert len(skews) == 3
+    assert all(1 <= skew <= 4 for skew in skews)
     for name in ("num_requests_waiting", "kv_cache_usage_perc", "prefix_cache_queries_total", "prefix_cache_hits_total"):
         assert f"vllm:{name}{label}" in values
     for name in ("inter_token_latency_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds"):

@@ -106,6 +106,17 @@ def test_decodes_go_before_prefills_and_prefills_are_cut_to_the_row_budget() -> 
     assert [(share.request.id, len(share.work.tokens), share.work.n_logits) for share in plan.shares] == [("old", 1, 1), ("new", 11, 0)]
 
 
+def test_a_slow_prefill_is_cut_smaller_while_answers_are_under_way() -> None:
+    limits = Limits(max_rows=100, max_seqs=4, max_logit_rows=4, max_queue=9, max_queue_tokens=900, prefill_seconds=0.4)
+    scheduler, memory = Scheduler(limits, BlockPool(40)), Memory()
+    scheduler.add(request("old", (1,) * 100, max_tokens=50), now=0.0)
+    plan = scheduler.schedule(now=0.0)
+    scheduler.complete(plan, [memory.run(s.work, s.request.tokens) for s in plan.shares], now=1.0)  # 100 rows a second
+    scheduler.add(request("new", (2,) * 200), now=1.0)
+    rows = {share.request.id: len(share.work.tokens) for share in scheduler.schedule(now=1.0).shares}
+    assert rows == {"old": 1, "new": 40}
+
+
 def test_a_prompt_seen_before_is_not_computed_again() -> None:
     scheduler, memory = make(blocks=20), Memory()
     prompt = tuple(i % 5 for i in range(3 * BLOCK + 2))
