@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,13 @@ from tests.golden import harness, reference
 from tests.golden.harness import Shape
 
 FORMATS = ("f32", "bf16", "int8", "int4")
+# In units of max|logit|. f32 is float32 rounding: measured up to 1.5e-6. The others differ by as little (median 5e-8 to 2e-7) until an activation on a
+# rounding boundary falls the other way (test_parity_quantised): up to 3.5e-3, 6.3e-3 and 1.6e-2.
+WHOLE_BOUND = {"f32": 2e-5, "bf16": 2e-2, "int8": 5e-2, "int4": 5e-2}
+# The median of twelve prompts of one token: most meet no such boundary. Measured up to 7e-7.
+SINGLE_BOUND = 5e-6
+# Of gate logits (how far below the best a choice may lie) and of weights. Measured 3e-7 in f32, 1.4e-3 otherwise.
+ROUTE_BOUND = {"f32": 5e-6, "bf16": 1e-2, "int8": 5e-2, "int4": 5e-2}
 
 
 @st.composite
@@ -44,24 +52,28 @@ def check(shape: Shape, quant: str, seed: int, rows: int) -> None:
         # f32 is held against the checkpoint itself, so that a converter's mistake shows; the others against what was stored.
         model = reference.from_checkpoint(source) if quant == "f32" else reference.from_container(path)
         tokens = np.random.default_rng(seed).integers(0, shape.vocab, rows).tolist()
-        with harness.threads(path, lanes=1) as session:
+        with harness.threads(path, lanes=0) as session:
             whole = harness.run(session, tokens, chunk=max(1, rows // 2), seed=seed)
             assert harness.run(session, tokens, chunk=rows).bits() == whole.bits()
             single = harness.place([[token] for token in tokens[:12]])
             harness.step(session, [(run, 1) for run in single])
-    errors = [compare(model, run.tokens, run.trace()) for run in single]
-    print("E", quant, compare(model, tokens, whole), np.median(errors), shape)
+    assert compare(model, tokens, whole, quant) < WHOLE_BOUND[quant]
+    assert np.median([compare(model, run.tokens, run.trace(), quant) for run in single]) < SINGLE_BOUND
     assert all(len(set(row)) == shape.top_k for row in whole.experts.reshape(-1, shape.top_k).tolist())
 
 
-def compare(model: reference.Model, tokens: list[int], trace: harness.Trace) -> float:
-    expected = reference.forward(model, tokens, routes=trace.experts)
-    print("R", expected.regret, np.abs(trace.weights - expected.weights).max())
+def compare(model: reference.Model, tokens: Sequence[int], trace: harness.Trace, quant: str) -> float:
+    """The distance of the logits; routes and weights are asserted."""
+    routes = trace.experts if len(trace.experts) else None  # the converter leaves a router out that has one expert to choose from
+    expected = reference.forward(model, tokens, routes=routes)
+    assert expected.regret < ROUTE_BOUND[quant]
+    if routes is not None:
+        np.testing.assert_allclose(trace.weights, expected.weights, rtol=0, atol=ROUTE_BOUND[quant])
     return harness.distance(trace.logits, expected.logits)
 
 
 @pytest.mark.parametrize("quant", FORMATS)
-@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@settings(max_examples=30, deadline=None, derandomize=True, database=None)
 @given(shape=shapes(), seed=st.integers(0, 2**32 - 1), rows=st.integers(1, 50))
 def test_random_shapes_equal_the_reference(quant: str, shape: Shape, seed: int, rows: int) -> None:
     check(shape, quant, seed, rows)
