@@ -1,9 +1,9 @@
 /* sampler.c - logits to a token.
  *
- * What is kept by top-k, top-p and min-p is always a prefix of the candidates in descending order, and so is what a draw by inverse
- * distribution walks. So nothing is sorted as a whole: the candidates near the maximum (nearly always all that matter) are dealt into
- * buckets of descending logit, a bucket's mass is summed when it is reached, and only a bucket that holds a boundary is sorted. If a
- * boundary lies below the candidates taken first, it is done over with every candidate whose weight is above zero. */
+ * Without a filter a draw walks the vocabulary in token order, by blocks. What top-k, top-p and min-p keep is always a prefix of the
+ * candidates in descending order, and such a draw walks that. Nothing is sorted as a whole: the candidates near the maximum (nearly always
+ * all that matter) are dealt into buckets of descending logit, a bucket's mass is summed when it is reached, and only a bucket that holds a
+ * boundary is sorted. If a boundary lies below the candidates taken first, it is done over with more of them. */
 #include "sampler.h"
 
 #include <float.h>
@@ -11,8 +11,8 @@
 #include <stdbool.h>
 #include <string.h>
 
-#define HEAD_DEPTH 12.0f  /* nats below the maximum taken first: weights down to 6e-6 of the largest */
-#define FULL_DEPTH 103.0f /* beyond this exp() is 0 in f32: such candidates can never be drawn */
+#define FULL_DEPTH 103.0f /* nats below the maximum at which exp() becomes 0 in f32: such candidates can never be drawn */
+#define WALK 256          /* candidates of a block whose mass is summed at once when nothing is filtered */
 #define BUCKETS 1024
 #define BUCKET_SHARE 8    /* candidates a bucket should hold */
 #define INSERTION 48      /* up to so many keys insertion beats a radix sort with its 256 counters a pass */
@@ -245,19 +245,53 @@ static int32_t draw(order *o, const colibri_sampling *p, double total, double u)
   return token_of(o->s.dealt[drawn]);
 }
 
-static int32_t sample_random(const colibri_kernels *kernels, const float *logits, int32_t vocab, float most, const colibri_sampling *p,
+/* Draws from the whole vocabulary in token order. */
+static int32_t draw_unfiltered(const colibri_kernels *kernels, int32_t vocab, double u, const scratch *s) {
+  float *mass = (void *)s->gathered;
+  int32_t blocks = (vocab + WALK - 1) / WALK, last = 0;
+  double total = 0, sum = 0;
+  for (int32_t b = 0; b < blocks; b++) {
+    mass[b] = kernels->sum_exp(s->depth + b * WALK, vocab - b * WALK < WALK ? vocab - b * WALK : WALK, 0.0f);
+    total += mass[b];
+  }
+  for (int32_t b = 0; b < blocks; b++) {
+    if (mass[b] == 0 || (sum + mass[b] < u * total && b + 1 < blocks)) {
+      sum += mass[b];
+      continue;
+    }
+    for (int32_t i = b * WALK; i < vocab && i < (b + 1) * WALK; i++) {
+      float weight = colibri_expf(s->depth[i]);
+      sum += weight;
+      if (weight > 0) last = i;
+      if (weight > 0 && sum >= u * total) return i;
+    }
+  }
+  return last; /* the sums' rounding: u was within 1e-6 of 1 */
+}
+
+/* Draws from what the filters keep, looking as far below the maximum as it takes. */
+static int32_t draw_filtered(const colibri_kernels *kernels, const float *logits, int32_t vocab, const colibri_sampling *p, double u, const scratch *s) {
+  static const float depths[] = {3, 6, 9, 12, FULL_DEPTH};
+  double total = kernels->sum_exp(s->depth, vocab, 0.0f);
+  order o = {.kernels = kernels, .s = *s};
+  int32_t token = -1;
+  for (int i = 0; i < 5 && token < 0; i++) {
+    o.depth = depths[i];
+    gather(&o, logits, vocab);
+    deal(&o);
+    token = draw(&o, p, total, u);
+  }
+  return token;
+}
+
+static int32_t sample_random(const colibri_kernels *kernels, const float *logits, int32_t vocab, int32_t best, const colibri_sampling *p,
                              int64_t position, const scratch *s) {
-  for (int32_t i = 0; i < vocab; i++) s->depth[i] = (logits[i] - most) / p->temperature;
-  double total = kernels->sum_exp(s->depth, vocab, 0.0f), u = uniform(p->seed, position);
-  order o = {.kernels = kernels, .s = *s, .depth = HEAD_DEPTH};
-  gather(&o, logits, vocab);
-  deal(&o);
-  int32_t token = draw(&o, p, total, u);
-  if (token >= 0) return token;
-  o.depth = FULL_DEPTH;
-  gather(&o, logits, vocab);
-  deal(&o);
-  return draw(&o, p, total, u);
+  float most = logits[best], inverse = 1.0f / p->temperature;
+  double u = uniform(p->seed, position);
+  if (inverse > FLT_MAX) inverse = FLT_MAX; /* not infinity: the maximum's own depth must stay 0 */
+  for (int32_t i = 0; i < vocab; i++) s->depth[i] = (logits[i] - most) * inverse;
+  bool filtered = (p->top_k > 0 && p->top_k < vocab) || p->top_p < 1 || p->min_p > 0;
+  return filtered ? draw_filtered(kernels, logits, vocab, p, u, s) : draw_unfiltered(kernels, vocab, u, s);
 }
 
 /* A copy of the logits with the tokens of history made less likely; each counts once, however often it occurs. */
@@ -332,7 +366,7 @@ void colibri_sample(const colibri_kernels *kernels, const float *logits, int32_t
     scores = penalise(logits, vocab, params->repetition_penalty, history, n_history, s.penalised);
     out->token = kernels->argmax(scores, vocab);
   }
-  if (params->temperature > 0) out->token = sample_random(kernels, scores, vocab, scores[out->token], params, position, &s);
+  if (params->temperature > 0) out->token = sample_random(kernels, scores, vocab, out->token, params, position, &s);
   int wanted = params->top_logprobs < COLIBRI_MAX_TOP_LOGPROBS ? params->top_logprobs : COLIBRI_MAX_TOP_LOGPROBS;
   if (target >= vocab) target = -1;
   if (wanted >= 0 || target >= 0) report(kernels, logits, vocab, most, wanted > 0 ? wanted : 0, target, out);

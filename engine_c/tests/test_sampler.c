@@ -48,6 +48,7 @@ typedef struct distribution {
   int32_t vocab, kept;      /* the first `kept` in order can be drawn */
   int32_t *order;           /* [vocab] tokens by descending logit */
   double *p;                /* [vocab] probability of order[i], renormalised over the kept */
+  bool unfiltered;          /* drawn in token order */
   bool boundary_is_close;   /* a hair more or less and `kept` would be another */
 } distribution;
 
@@ -84,6 +85,7 @@ static distribution make_distribution(const float *x, int32_t vocab, const colib
   d.kept = within;
   double total = prefix(d.p, d.kept);
   for (int32_t i = 0; i < vocab; i++) d.p[i] = i < d.kept ? d.p[i] / total : 0;
+  d.unfiltered = (s->top_k == 0 || s->top_k >= vocab) && s->top_p >= 1 && s->min_p == 0;
   return d;
 }
 
@@ -94,7 +96,12 @@ static void free_distribution(distribution *d) {
 
 /* True if `token` is what the uniform number u draws, or could be by a rounding. */
 static bool could_draw(const distribution *d, double u, int32_t token) {
-  double below = 0;
+  double below = 0, own = 0;
+  for (int32_t i = 0; i < d->kept && d->unfiltered; i++) {
+    if (d->order[i] < token) below += d->p[i];
+    if (d->order[i] == token) own = d->p[i];
+  }
+  if (d->unfiltered) return u >= below - EDGE && u <= below + own + EDGE;
   for (int32_t i = 0; i < d->kept; below += d->p[i++])
     if (d->order[i] == token) return u >= below - EDGE && u <= below + d->p[i] + EDGE;
   return false;
