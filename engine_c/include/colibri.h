@@ -175,7 +175,7 @@ typedef struct colibri_sampling {
   float min_p;              /* [0, 1); 0 = off */
   float repetition_penalty; /* > 0; 1 = off. Positive logits of tokens in history are divided by it, negative multiplied (CTRL) */
   int32_t top_k;            /* 0 = off */
-  int32_t top_logprobs;     /* 0..COLIBRI_MAX_TOP_LOGPROBS most likely tokens to report */
+  int32_t top_logprobs;     /* 0..COLIBRI_MAX_TOP_LOGPROBS most likely tokens to report; -1: not even the token's own logprob (0 then; cheapest) */
   uint64_t seed;            /* the token at position p depends on (logits, parameters, seed, p) alone */
 } colibri_sampling;
 

@@ -30,7 +30,7 @@ static int check_seq(const colibri_session *s, const colibri_batch *b, int n, co
     if (blocks[k] < 0 || blocks[k] >= s->options.kv_blocks)
       return colibri_fail(err, COLIBRI_EINVAL, "sequence %d: KV block %d is outside the pool of %d", n, blocks[k], s->options.kv_blocks);
   if (!(p->temperature >= 0 && p->temperature <= 1e6f) || !(p->top_p > 0 && p->top_p <= 1) || !(p->min_p >= 0 && p->min_p < 1) || p->top_k < 0 ||
-      !(p->repetition_penalty > 0 && p->repetition_penalty <= 1e6f) || p->top_logprobs < 0 || p->top_logprobs > COLIBRI_MAX_TOP_LOGPROBS)
+      !(p->repetition_penalty > 0 && p->repetition_penalty <= 1e6f) || p->top_logprobs < -1 || p->top_logprobs > COLIBRI_MAX_TOP_LOGPROBS)
     return colibri_fail(err, COLIBRI_EINVAL, "sequence %d: a sampling parameter is out of range (colibri.h, colibri_sampling)", n);
   return COLIBRI_OK;
 }
