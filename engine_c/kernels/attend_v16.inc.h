@@ -114,7 +114,11 @@ V16 void attend_all_values(const int Q, const colibri_attend *a, int chunk, int 
   if (d < a->head_dim) attend_values(Q, 0, a->head_dim - d, a, chunk, lo, hi, d, p, out, is_f32);
 }
 
-static void scale_by(float *x, int n, float scale);
+/* The positions of one query that others of its batch do not see; out of line, since it is rare and large. */
+static __attribute__((noinline)) void attend_values_alone(const colibri_attend *a, int chunk, int lo, int hi, const float *p, float *out) {
+  if (a->kv_format == COLIBRI_KV_F32) attend_all_values(1, a, chunk, lo, hi, &p, &out, 1);
+  else attend_all_values(1, a, chunk, lo, hi, &p, &out, 0);
+}
 
 /* Q queries of a batch against one chunk, Q a constant. Positions that all of them see are taken together; what only some see before and after, one
  * query at a time, so that each sums exactly its own positions in ascending order. */
@@ -134,9 +138,9 @@ V16 void attend_chunk(const int Q, const colibri_attend *a, const attend_batch *
   attend_all_scores(Q, a, q, chunk, least / 16, most / 16, is_f32, p);
   for (int i = 0; i < Q; i++) scale_by(out[i], a->head_dim, attend_softmax(&states[batch->query[i]], p + 64 * i, batch->lo[i], batch->hi[i]));
   if (lo > hi) lo = 64, hi = 63; /* nothing in common */
-  for (int i = 0; Q > 1 && i < Q; i++) attend_all_values(1, a, chunk, batch->lo[i], batch->hi[i] < lo - 1 ? batch->hi[i] : lo - 1, weights + i, out + i, is_f32);
+  for (int i = 0; Q > 1 && i < Q; i++) attend_values_alone(a, chunk, batch->lo[i], batch->hi[i] < lo - 1 ? batch->hi[i] : lo - 1, weights[i], out[i]);
   attend_all_values(Q, a, chunk, lo, hi, weights, out, is_f32);
-  for (int i = 0; Q > 1 && lo <= hi && i < Q; i++) attend_all_values(1, a, chunk, hi + 1, batch->hi[i], weights + i, out + i, is_f32);
+  for (int i = 0; Q > 1 && lo <= hi && i < Q; i++) attend_values_alone(a, chunk, hi + 1, batch->hi[i], weights[i], out[i]);
 }
 
 static void attend_batch_f32(const colibri_attend *a, const attend_batch *batch, int chunk, attend_state *states, float *p) {

@@ -63,6 +63,13 @@ static inline void fill_floats(float *x, size_t n, int kind) {
     }
   }
 }
+/* A NaN or infinity of either sign; some of the NaNs would turn into an infinity or a number if rounded to bf16 like other values. */
+static inline float not_finite(void) {
+  static const uint32_t bits[] = {0x7fc00000, 0xffc00000, 0x7f800001, 0x7fffffff, 0xffffffff, 0x7f800000, 0xff800000};
+  float x;
+  memcpy(&x, &bits[check_random() % 7], sizeof x);
+  return x;
+}
 static inline float *random_floats(size_t n, int kind) {
   float *x = fence_floats(n);
   fill_floats(x, n, kind);

@@ -89,9 +89,9 @@ static void test_padding(void) {
   }
 }
 
-/* Relative RMS error of gaussian weights: bf16 0.17 %, int8 0.53 %, int4 8.1 % (9.7 % without the search for a scale). */
+/* Relative RMS error of gaussian weights: bf16 0.17 %, int8 0.53 %, int4 8.15 % (8.65 % with positive scales alone, 9.7 % without a search). */
 static void test_rms(void) {
-  static const double bounds[] = {0, 0.0018, 0.0056, 0.083};
+  static const double bounds[] = {0, 0.0018, 0.0056, 0.082};
   enum { N = 128, K = 512 };
   for (int format = 0; format < COLIBRI_FORMATS; format++) {
     float *w = random_floats(N * K, VALUES_NORMAL), *back = fence_floats(N * K);
