@@ -6,7 +6,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 PYTHON=$PWD/${VENV:-.venv}/bin/python
 TREE=$PWD/build/asan/tree
-SUBSET=${SANITIZE_TESTS:-tests/engine tests/golden tests/unit/workers tests/fault}
+SUBSET=${SANITIZE_TESTS:-tests/unit/engine_c tests/unit/workers tests/golden/test_parity_f32.py tests/golden/test_parity_cli.py tests/fault}
 FLAGS="-g -O1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all"
 
 mkdir -p "$TREE"
