@@ -1,6 +1,7 @@
 """The C test programs, engine_c/tests/test_*.c: each is compiled with the library's sources and run.
 
-A program that goes through the instruction sets itself (check_each_isa) runs once; any other once for each set this CPU has, chosen by COLIBRI_ISA.
+A program that goes through the instruction sets itself (check_each_isa) runs once; any other once for each set this CPU has,
+chosen by COLIBRI_ISA.
 """
 
 from __future__ import annotations
