@@ -29,6 +29,10 @@ class Layer:
     o: Array  # [hidden, heads * head_dim]
     router: Array | None  # [experts, hidden]; None: one expert of weight 1
     experts: tuple[tuple[Array, Array, Array], ...]  # gate [ffn, hidden], up [ffn, hidden], down [hidden, ffn]
+    qkv_bias: Array | None = None  # [(heads + 2 kv_heads) * head_dim]
+    q_norm: Array | None = None  # [head_dim], before the rotary embedding
+    k_norm: Array | None = None
+    router_bias: Array | None = None  # [experts]
 
 
 @dataclass(frozen=True)
@@ -40,11 +44,14 @@ class Model:
     window: int  # positions a query sees, itself included; 0 = all
     eps: float
     scale: float  # of queries
-    inv_freq: Array  # [head_dim / 2]
+    inv_freq: Array  # [rotated dimensions / 2]
     embed: Array  # [vocab, hidden]
     head: Array  # [vocab, hidden]
     final_norm: Array  # [hidden]
     layers: tuple[Layer, ...]
+    interleaved: bool = False  # rotary pairs are (2i, 2i + 1), not (i, i + dims / 2)
+    rope_scale: float = 1.0
+    renormalised: bool = True  # a token's weights are a softmax over its experts; else over all experts
     # What the engine rounds a product's left side to: role ("backbone", "expert", "head", "kv") -> format. Empty: nothing is rounded.
     rounding: Mapping[str, str] = field(default_factory=dict)
 
@@ -73,11 +80,12 @@ def forward(model: Model, tokens: Sequence[int] | NDArray[np.int32], *, routes: 
         if layer.router is None:
             x = x + _ffn(model, layer, y, np.zeros((len(y), 1), np.int32), np.ones((len(y), 1)))
             continue
-        z = y @ layer.router.T
+        z = y @ layer.router.T + (0 if layer.router_bias is None else layer.router_bias)
         ids = _top_k(z, model.top_k) if routes is None else routes[len(experts)]
         chosen = np.take_along_axis(z, ids, axis=-1)
-        w = np.exp(chosen - chosen.max(axis=-1, keepdims=True))
-        w /= w.sum(axis=-1, keepdims=True)
+        exp_all = np.exp(z - z.max(axis=-1, keepdims=True))
+        w = np.take_along_axis(exp_all, ids, axis=-1)
+        w /= (w if model.renormalised else exp_all).sum(axis=-1, keepdims=True)
         x = x + _ffn(model, layer, y, ids, w)
         experts.append(ids)
         weights.append(w)
@@ -103,18 +111,32 @@ def _product(model: Model, role: str, x: Array, w: Array) -> Array:
 
 
 def _rotate(model: Model, x: Array) -> Array:
-    """Half-split rotary embedding of x [T, heads, head_dim] at positions 0..T-1."""
+    """Rotary embedding of x [T, heads, head_dim] at positions 0..T-1; dimensions beyond the rotated ones pass."""
+    half = len(model.inv_freq)
     angle = np.arange(len(x))[:, None, None] * model.inv_freq
-    a, b = np.split(x, 2, axis=-1)
-    return np.concatenate([a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], axis=-1)
+    cos, sin = np.cos(angle) * model.rope_scale, np.sin(angle) * model.rope_scale
+    first, second = (slice(0, 2 * half, 2), slice(1, 2 * half, 2)) if model.interleaved else (slice(0, half), slice(half, 2 * half))
+    out = x.copy()
+    out[..., first] = x[..., first] * cos - x[..., second] * sin
+    out[..., second] = x[..., second] * cos + x[..., first] * sin
+    return out
+
+
+def _heads(model: Model, layer: Layer, x: Array) -> tuple[Array, Array, Array]:
+    """Queries [T, heads, head_dim], keys and values [T, kv_heads, head_dim], rotated and scaled."""
+    x = round_to(model.rounding.get("backbone", "f32"), x)
+    q, k, v = x @ layer.q.T, x @ layer.k.T, x @ layer.v.T
+    if layer.qkv_bias is not None:
+        q, k, v = (t + b for t, b in zip((q, k, v), np.split(layer.qkv_bias, np.cumsum([q.shape[1], k.shape[1]])), strict=True))
+    q, k, v = (t.reshape(len(x), -1, model.head_dim) for t in (q, k, v))
+    if layer.q_norm is not None and layer.k_norm is not None:
+        q, k = _rmsnorm(q, layer.q_norm, model.eps), _rmsnorm(k, layer.k_norm, model.eps)
+    return _rotate(model, q) * model.scale, _rotate(model, k), v
 
 
 def _attention(model: Model, layer: Layer, x: Array) -> Array:
-    rows, d = len(x), model.head_dim
-    x = round_to(model.rounding.get("backbone", "f32"), x)
-    q = _rotate(model, (x @ layer.q.T).reshape(rows, model.heads, d)) * model.scale
-    k = _rotate(model, (x @ layer.k.T).reshape(rows, model.kv_heads, d))
-    v = (x @ layer.v.T).reshape(rows, model.kv_heads, d)
+    rows = len(x)
+    q, k, v = _heads(model, layer, x)
     kv_format = model.rounding.get("kv", "f32")
     k, v = (np.repeat(round_to(kv_format, t), model.heads // model.kv_heads, axis=1) for t in (k, v))
     scores = np.einsum("qhd,khd->hqk", q, k)
@@ -241,6 +263,9 @@ def from_container(path: Path, *, kv_format: str = "f32") -> Model:
             embed=embed,
             head=get("head") if "head" in formats else embed,
             final_norm=get("final_norm"),
+            interleaved=arch["rope"]["style"] == "interleaved",
+            rope_scale=arch["rope"]["scale"],
+            renormalised=descriptor["router"]["weight"] == "softmax_chosen",
             layers=tuple(_container_layer(container, arch, formats, f"layers.{i}.") for i in range(arch["layers"])),
             rounding={
                 "backbone": formats["layers.0.qkv"],
@@ -257,9 +282,11 @@ def _container_layer(container: Any, arch: Mapping[str, Any], formats: Mapping[s
 
     heads, kv = arch["heads"] * arch["head_dim"], arch["kv_heads"] * arch["head_dim"]
     q, k, v = np.split(get("qkv"), [heads, heads + kv])
-    router = get("router") if prefix + "router" in formats else None
+    router, bias, q_norm, k_norm, router_bias = (
+        get(name) if prefix + name in formats else None for name in ("router", "qkv_bias", "q_norm", "k_norm", "router_bias")
+    )
     experts = []
     for e in range(arch["experts"]):
         gate, up, down = (np.asarray(a, np.float64) for a in container.dequantise(f"{prefix}experts.{e}"))
         experts.append((gate, up, down))
-    return Layer(get("attn_norm"), get("ffn_norm"), q, k, v, get("o"), router, tuple(experts))
+    return Layer(get("attn_norm"), get("ffn_norm"), q, k, v, get("o"), router, tuple(experts), bias, q_norm, k_norm, router_bias)

@@ -1,8 +1,9 @@
 """bf16, int8 and int4 weights (and bf16 KV) against their own dequantised weights in float64.
 
-Two references. *Rounded* rounds activations as the engine says it does (kernels.h); only float32 summation is left, about 1e-7. But that tips the rare
-activation that lies on a rounding boundary the other way, by a whole step of 8 bits, and what follows it differs by some of the rounding's whole
-cost. So most rows must agree to float32, and all of them within the cost. *Plain* keeps its activations in float64: the difference is that cost.
+Two references. *Rounded* rounds activations as the engine says it does (kernels.h); only float32 summation is left, about 1e-7. But
+that tips the rare activation that lies on a rounding boundary the other way, by a whole step of 8 bits, and what follows it differs by
+some of the rounding's whole cost. So most rows must agree to float32, and all of them within the cost. *Plain* keeps its activations in
+float64: the difference is that cost.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from tests.golden import harness, reference
 from tests.golden.harness import Containers
 
 CASES = [("f32", "bf16"), *((quant, kv) for quant in ("bf16", "int8", "int4") for kv in ("f32", "bf16"))]
-# Share of rows of three-token prompts within EXACT of max|logit|. Measured, the worst checkpoint: 0.94, 0.85, 0.77, 0.95 (noise of 3e-8 put on
-# float64 activations gives the same figures). A wrong scale, offset or rounding rule leaves none.
+# Share of rows of three-token prompts within EXACT of max|logit|. Measured, the worst checkpoint: 0.94, 0.85, 0.77, 0.95 (noise of 3e-8
+# put on float64 activations gives such figures too). A wrong scale, offset or rounding rule leaves none.
 EXACT = 5e-6
 EXACT_SHARE = {"f32": 0.85, "bf16": 0.75, "int8": 0.65, "int4": 0.85}
 # Relative root mean square error of a whole prompt's logits. Measured, the worst checkpoint: rounded 2.3e-4, 2.4e-3, 2.3e-2, 1.2e-2; plain
