@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from ops.container_layout import Json
 from ops.convert.errors import ConvertError
 from ops.convert.gguf_file import GGUFFile
+from ops.convert.gguf_spm import with_defaults
 from ops.convert.gguf_tokenizer import rebuild_tokenizer
 from ops.convert.source import Texts
 
@@ -55,7 +56,7 @@ class GGUFSource:
             licence_name=_text(metadata.get("general.license")),
             name=self.path.stem,
             description=_text(metadata.get("general.name")),
-            generation=_generation(metadata),
+            generation=_generation(with_defaults(metadata)),
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -145,9 +145,15 @@ def permuted(w: F32, heads: int) -> F32:
 
 
 def write_gguf(
-    path: Path, small: Small, *, kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32, stacked: bool = True, **extra: Any
+    path: Path,
+    small: Small,
+    *,
+    kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+    stacked: bool = True,
+    add: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
+    **extra: Any,
 ) -> Path:
-    """The model as llama.cpp's converter would store it. `extra`: string settings, dots written as "__"."""
+    """The model as llama.cpp's converter would store it. `add` writes further settings; `extra`: string settings, dots written as "__"."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(small.layers)
     writer.add_context_length(256)
@@ -162,6 +168,7 @@ def write_gguf(
     if small.experts > 1:
         writer.add_expert_count(small.experts)
         writer.add_expert_used_count(small.top_k)
+    add(writer)
     for key, value in extra.items():
         writer.add_string(key.replace("__", "."), value)
     for name, values in gguf_tensors(small, stacked=stacked).items():

@@ -113,7 +113,8 @@ def test_types_that_cannot_be_dequantised_are_named(tmp_path: Path) -> None:
     ("extra", "says"),
     [
         ({"llama__rope__scaling__type": "yarn"}, "'yarn (GGUF)' is not supported"),
-        ({"tokenizer__ggml__model": "llama"}, "tokenizer.ggml.model is 'llama'"),
+        ({"tokenizer__ggml__model": "bert"}, "tokenizer.ggml.model is 'bert'"),
+        ({"tokenizer__ggml__model": "llama"}, "tokenizer.ggml.tokens is missing"),
         ({"tokenizer__ggml__model": "gpt2", "tokenizer__ggml__pre": "martian"}, "tokenizer.ggml.pre is 'martian'"),
         ({"tokenizer__ggml__model": "gpt2", "tokenizer__ggml__pre": "smollm"}, "tokenizer.ggml.tokens is missing"),
     ],
