@@ -5,9 +5,12 @@
 #include "gemm.h"
 
 #if defined(__x86_64__)
-#pragma GCC target("avx2,fma,f16c")
 #include <immintrin.h>
 #include <string.h>
+
+#include "target.h"
+
+COLIBRI_TARGET_BEGIN(COLIBRI_TARGET_AVX2)
 
 #define ALWAYS inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 8")
@@ -171,4 +174,5 @@ void colibri_gemm_f32_avx2(COLIBRI_GEMM_ARGS) { RUN(&f32_tiles); }
 void colibri_gemm_bf16_avx2(COLIBRI_GEMM_ARGS) { RUN(&bf16_tiles); }
 void colibri_gemm_int8_avx2(COLIBRI_GEMM_ARGS) { RUN(&int8_tiles); }
 void colibri_gemm_int4_avx2(COLIBRI_GEMM_ARGS) { RUN(&int4_tiles); }
+COLIBRI_TARGET_END
 #endif

@@ -5,11 +5,13 @@
 #include "gemm.h"
 
 #if defined(__x86_64__)
-#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq")
 #include <immintrin.h>
 #include <string.h>
 
 #include "cpu.h"
+#include "target.h"
+
+COLIBRI_TARGET_BEGIN(COLIBRI_TARGET_AVX512)
 
 #define ALWAYS inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 8")
@@ -127,8 +129,8 @@ static const colibri_gemm_tiles int4_plain_tiles = {COLIBRI_INT4, 6, 6, {LIST_6(
 
 /* ---- int8 and int4 with VNNI ---- */
 
-#pragma GCC push_options
-#pragma GCC target("avx512vnni")
+COLIBRI_TARGET_END
+COLIBRI_TARGET_BEGIN(COLIBRI_TARGET_AVX512 ",avx512vnni")
 #define NAME(x) x##_vnni
 #define DOT_U4 _mm512_dpbusd_epi32
 #define DOT_S8 _mm512_dpbusd_epi32
@@ -138,15 +140,14 @@ static const colibri_gemm_tiles int4_plain_tiles = {COLIBRI_INT4, 6, 6, {LIST_6(
 #include "gemm_avx512.inc.h"
 TILES_6(tile_int8_vnni)
 TILES_6(tile_int4_vnni)
-#pragma GCC pop_options
 
 static const colibri_gemm_tiles int8_vnni_tiles = {COLIBRI_INT8, 6, 6, {LIST_6(tile_int8_vnni)}};
 static const colibri_gemm_tiles int4_vnni_tiles = {COLIBRI_INT4, 6, 6, {LIST_6(tile_int4_vnni)}};
 
 /* ---- bf16 with AVX512_BF16 ---- */
 
-#pragma GCC push_options
-#pragma GCC target("avx512bf16")
+COLIBRI_TARGET_END
+COLIBRI_TARGET_BEGIN(COLIBRI_TARGET_AVX512 ",avx512bf16")
 static ALWAYS void tile_bf16_native(const int R, TILE_ARGS) {
   __m512 acc[MAX_R][2];
   CLEAR(acc);
@@ -164,7 +165,8 @@ static ALWAYS void tile_bf16_native(const int R, TILE_ARGS) {
   STORE(acc);
 }
 TILES_8(tile_bf16_native)
-#pragma GCC pop_options
+COLIBRI_TARGET_END
+COLIBRI_TARGET_BEGIN(COLIBRI_TARGET_AVX512)
 
 static const colibri_gemm_tiles bf16_native_tiles = {COLIBRI_BF16, 8, 8, {LIST_8(tile_bf16_native)}};
 
@@ -182,4 +184,5 @@ void colibri_gemm_int4_avx512(COLIBRI_GEMM_ARGS) { RUN(has(COLIBRI_CPU_AVX512_VN
 void colibri_gemm_bf16_avx512_plain(COLIBRI_GEMM_ARGS) { RUN(&bf16_plain_tiles); }
 void colibri_gemm_int8_avx512_plain(COLIBRI_GEMM_ARGS) { RUN(&int8_plain_tiles); }
 void colibri_gemm_int4_avx512_plain(COLIBRI_GEMM_ARGS) { RUN(&int4_plain_tiles); }
+COLIBRI_TARGET_END
 #endif

@@ -2,11 +2,13 @@
 #include "gemm.h"
 
 #if defined(__x86_64__)
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
-#else
-#pragma GCC target("avx2,fma,f16c")
-#endif
+#include <immintrin.h>
+#include <math.h>
+#include <string.h>
+
+#include "target.h"
+
+COLIBRI_TARGET_BEGIN(COLIBRI_TARGET_AVX2)
 #include "v16_avx2.h"
 #include "kernels_v16.inc.h"
 #include "attend_v16.inc.h"
@@ -29,9 +31,7 @@ static const colibri_kernels table = {
 };
 
 const colibri_kernels *colibri_kernels_avx2(void) { return &table; }
-#if defined(__clang__)
-#pragma clang attribute pop
-#endif
+COLIBRI_TARGET_END
 
 #else
 const colibri_kernels *colibri_kernels_avx2(void) { return NULL; }
