@@ -109,7 +109,7 @@ static bool could_draw(const distribution *d, double u, int32_t token) {
 
 /* ---------------------------------------------------------------- inputs */
 
-enum shape { FLAT, PEAKED, BELL, TIES, EQUAL, STEEP, ALMOST_EQUAL, SHAPES };
+enum shape { FLAT, PEAKED, BELL, TIES, EQUAL, STEEP, ZEROS, ALMOST_EQUAL, SHAPES };
 
 static void fill(enum shape shape, int32_t vocab) {
   for (int32_t i = 0; i < vocab; i++) switch (shape) {
@@ -119,6 +119,7 @@ static void fill(enum shape shape, int32_t vocab) {
       case TIES: logits[i] = (float)(check_random() % 7); break;
       case EQUAL: logits[i] = 3.5f; break;
       case STEEP: logits[i] = -(float)((uint32_t)i * 7919u % (uint32_t)vocab) * 0.75f; break;
+      case ZEROS: logits[i] = check_random() % 2 ? 0.0f : -0.0f; break; /* all ties */
       default: logits[i] = 1.0f + (float)(check_random() % 4) * 0x1p-23f; break;
     }
 }
