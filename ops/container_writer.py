@@ -6,7 +6,6 @@ import errno
 import hashlib
 import json
 import os
-import secrets
 import signal
 import threading
 import zlib
@@ -30,6 +29,7 @@ from ops.container_layout import (
     align,
     stored_bytes,
 )
+from ops.temporaries import create_locked, remove_stale, temporary_name
 
 F32: TypeAlias = NDArray[np.float32]
 Bytes: TypeAlias = NDArray[np.uint8]
@@ -41,7 +41,8 @@ _MODEL_TENSORS = 16  # embedding, head, norms, rotary frequencies and blobs
 
 class ContainerWriter:
     """Context manager. Tensors go to a temporary file in the target's folder in the order they are added; `commit()` makes it the
-    target. Leaving without `commit()`, by an exception, Ctrl-C or SIGTERM included, removes the temporary file.
+    target. Leaving without `commit()`, by an exception, Ctrl-C or SIGTERM included, removes the temporary file; the one of a process that
+    was killed is removed by the next writer to the same target.
 
     `descriptor` is the JSON descriptor without "tensors" and "blobs". `needed_bytes`, if known, is compared with the free space first."""
 
@@ -63,12 +64,12 @@ class ContainerWriter:
             raise ContainerError(f"{self.path}: is a folder; name a file to write")
         if not folder.is_dir():
             raise ContainerError(f"{folder}: is no folder; make it first, or write elsewhere")
+        remove_stale(self.path)
         self._check_space(folder)
-        temporary = folder / f".{self.path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
         self._signals.install()
-        self._temporary = temporary
+        self._temporary = temporary_name(self.path)
         try:
-            self._fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            self._fd = create_locked(self._temporary)
         except OSError as error:
             self._discard()
             raise self._os_error("create", error) from error

@@ -24,8 +24,12 @@ colibri convert SRC OUT.colibri --quant int8
 
 SRC is a Hugging Face folder (config.json, one or several safetensors, tokenizer.json), a single .safetensors file in such a
 folder, or a GGUF file of any type the gguf library dequantises. The converter needs no GPU and no other framework; it reads
-tensor by tensor, so memory stays bounded, checks the disk space first, and leaves nothing behind when it fails. `colibri inspect`
-shows the result, `colibri verify` checks every byte.
+tensor by tensor, so memory stays bounded, checks the disk space first, and leaves nothing behind when it fails; what a killed
+conversion left, the next one to the same file removes. `colibri inspect` shows the result, `colibri verify` checks every byte.
+
+The tokenizer of a GGUF file is rebuilt from its metadata: byte-level BPE (`gpt2`) with the pre-tokenizers smollm, gpt-2, llama-bpe and
+qwen2, and SentencePiece BPE (`llama`), which Mixtral files have. Text after a special token begins with the space prefix again, as in
+llama.cpp and Mixtral's own tokenizer.json. `--tokenizer FILE` puts another tokenizer.json in its place.
 """
 
 OWN_TABLE = """

@@ -1,17 +1,23 @@
-"""Conversions as processes: interrupted ones leave nothing behind, and the memory does not grow with the model."""
+"""Conversions as processes: interrupted ones leave nothing behind, killed ones not for long; memory does not grow with the model."""
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import signal
 import struct
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from ops.container import Container
+from ops.container import Container, ContainerError, ContainerWriter
+from ops.convert import convert
+from ops.temporaries import create_locked, remove_stale, temporary_name
 from tests.unit.ops.checkpoints import Small, write_folder
 
 # Converts argv[1] to argv[2]; says when a tensor is written and waits there for the parent.
@@ -40,19 +46,95 @@ print(peak() - before)
 """
 
 
+@contextmanager
+def conversion(source: Path, out: Path) -> Iterator[subprocess.Popen[str]]:
+    """A conversion that has written its first tensor and waits for a character on its standard input before it goes on."""
+    command = [sys.executable, "-c", WAITING, str(source), str(out)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        assert process.stdout is not None
+        assert int(process.stdout.readline()) > 0
+        yield process
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_interrupted_conversion_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
     source = write_folder(tmp_path / "src", Small())
     folder = tmp_path / "out"
     folder.mkdir()
-    command = [sys.executable, "-c", WAITING, str(source), str(folder / "m.colibri")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
-        assert process.stdout is not None
-        assert int(process.stdout.readline()) > 0
+    with conversion(source, folder / "m.colibri") as process:
         assert len(list(folder.iterdir())) == 1, "the temporary file lies beside the target"
         process.send_signal(number)
         assert process.wait(timeout=30) != 0
     assert list(folder.iterdir()) == []
+
+
+def killed_midway(source: Path, out: Path) -> None:
+    """Leaves the temporary file of a conversion."""
+    with conversion(source, out) as process:
+        process.kill()
+        assert process.wait(timeout=30) == -signal.SIGKILL
+
+
+def test_what_a_killed_conversion_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    source, folder = write_folder(tmp_path / "src", Small()), tmp_path / "out"
+    folder.mkdir()
+    killed_midway(source, folder / "m[1].colibri")
+    killed_midway(source, folder / "other.colibri")
+    (stale,) = folder.glob(".m*")
+    (others,) = folder.glob(".other*")
+    mine = folder / ".m[1].colibri.notes.tmp"
+    mine.write_text("not a converter's")
+    convert(source, folder / "m[1].colibri")
+    assert set(folder.iterdir()) == {folder / "m[1].colibri", others, mine}
+    assert not stale.exists()
+
+
+def test_a_failing_conversion_removes_it_too(tmp_path: Path) -> None:
+    """What it left may be why the disk is too full."""
+    source, folder = write_folder(tmp_path / "src", Small()), tmp_path / "out"
+    folder.mkdir()
+    killed_midway(source, folder / "m.colibri")
+    with (
+        pytest.raises(ContainerError, match="free"),
+        ContainerWriter(folder / "m.colibri", {"arch": {"layers": 1, "experts": 1}}, needed_bytes=1 << 60),
+    ):
+        pass
+    assert list(folder.iterdir()) == []
+
+
+def test_a_conversion_under_way_keeps_its_file(tmp_path: Path) -> None:
+    source, folder = write_folder(tmp_path / "src", Small()), tmp_path / "out"
+    folder.mkdir()
+    with conversion(source, folder / "m.colibri") as process:
+        (living,) = folder.iterdir()
+        convert(source, folder / "m.colibri", quant="f32")
+        assert set(folder.iterdir()) == {folder / "m.colibri", living}
+        process.communicate("\n" * 1000, timeout=60)
+        assert process.returncode == 0
+    assert list(folder.iterdir()) == [folder / "m.colibri"]
+    with Container.open(folder / "m.colibri") as container:
+        assert container.descriptor["quant"] == "int8", "the later one to finish wins"
+
+
+def test_a_file_removed_before_it_was_locked_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, real, removed = tmp_path / "m.colibri", fcntl.flock, []
+
+    def late(fd: int, operation: int) -> None:
+        if not removed and operation == fcntl.LOCK_EX:
+            removed.append(fd)
+            remove_stale(target)
+        real(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    path = temporary_name(target)
+    fd = create_locked(path)
+    assert removed
+    assert os.path.samestat(os.fstat(fd), path.stat())
+    remove_stale(target)
+    assert path.exists()
+    os.close(fd)
+    remove_stale(target)
+    assert not path.exists()
 
 
 def sparse_mixtral(folder: Path, small: Small) -> int:
