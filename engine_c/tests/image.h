@@ -97,8 +97,8 @@ static inline image image_make_at(const image_shape *s, uint64_t data_start) {
   image_plain(&im, "final_norm", s->hidden, 0);
   image_plain(&im, "rope.inv_freq", s->head_dim / 2, 0);
   for (int i = 0; i < s->layers; i++) image_layer(&im, s, i);
-  image_put(&im, "], \"blobs\": {\"tokenizer.json\": {\"offset\": %llu, \"length\": 10, \"sha256\": \"00\"}}, ", (unsigned long long)im.file_bytes);
-  im.file_bytes += 10;
+  image_put(&im, "], \"blobs\": {\"tokenizer.json\": {\"offset\": %llu, \"length\": 10, \"sha256\": \"00\"}, ", (unsigned long long)im.file_bytes);
+  image_put(&im, "\"licence\": {\"offset\": %llu, \"length\": 0, \"sha256\": \"00\"}}, ", (unsigned long long)(im.file_bytes += 10));
   image_put(&im, "\"generation\": {\"eos_token_ids\": [2], \"pad_token_id\": null}, \"provenance\": {\"notes\": \"\\u00fc\\n\"}}");
   return im;
 }
