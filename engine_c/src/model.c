@@ -83,7 +83,7 @@ static int name_file(const char *path, int rc, colibri_error *err) {
   if (!err) return rc;
   colibri_error inner = *err;
   size_t n = strlen(path), most = 60;
-  return colibri_fail(err, rc, "%s%s: %.180s", n > most ? "..." : "", n > most ? path + n - most : path, inner.message);
+  return colibri_fail(err, rc, "%s%s: %s", n > most ? "..." : "", n > most ? path + n - most : path, inner.message);
 }
 
 int colibri_model_open(const char *path, colibri_model **out, colibri_error *err) {
