@@ -34,6 +34,12 @@ class Generation:
     top_k: int = 0
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
+    add_bos: bool = False  # every text and chat begins with bos_token_id
+
+    @property
+    def first_token(self) -> int | None:
+        """What a prompt must begin with, if with anything."""
+        return self.bos_token_id if self.add_bos else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,4 +138,5 @@ def _read_generation(raw: object) -> Generation:
         top_k=int(raw.get("top_k") or 0),
         eos_token_ids=tuple(int(token) for token in raw.get("eos_token_ids") or ()),
         bos_token_id=None if bos is None else int(bos),
+        add_bos=raw.get("add_bos") is True,
     )

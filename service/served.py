@@ -98,7 +98,8 @@ class ServedModel:
         return Prompt(list(message.ids), "tokens.ids")
 
     def _read_text(self, text: str, *, add_special_tokens: bool) -> Prompt:
-        tokens = self._encode("text", text, add_special_tokens=add_special_tokens)
+        first = self.bounds.generation.first_token if add_special_tokens else None
+        tokens = self._encode("text", text, first=first, add_special_tokens=add_special_tokens)
         if not tokens:
             raise InvalidField("text", "has no tokens; give at least one character that the vocabulary knows")
         return Prompt(tokens, "text")
@@ -117,12 +118,12 @@ class ServedModel:
             text = self.template.render(turns, add_generation_prompt=header)
         except ChatError as error:
             raise InvalidField("chat.messages", str(error)) from error
-        tokens = self._encode("chat", text, add_special_tokens=False)
+        tokens = self._encode("chat", text, first=self.bounds.generation.first_token, add_special_tokens=False)
         if not tokens:
             raise InvalidField("chat", "has no tokens once rendered")
         return Prompt(tokens, "chat", text)
 
-    def _encode(self, name: str, text: str, *, add_special_tokens: bool) -> list[int]:
+    def _encode(self, name: str, text: str, *, first: int | None, add_special_tokens: bool) -> list[int]:
         tokenizer = self._need_tokenizer(name)
         limit = self.bounds.max_context * _MAX_CHARS_PER_TOKEN
         if len(text) > limit:
@@ -131,8 +132,16 @@ class ServedModel:
             tokens = tokenizer.encode(text, add_special_tokens=add_special_tokens)
         except TokenizerError as error:
             raise InvalidField(name, str(error)) from error
+        if first is not None:
+            tokens = begin_once(tokens, first)
         check_tokens(name, tokens, vocab=self.bounds.vocab)
         return tokens
+
+
+def begin_once(tokens: list[int], first: int) -> list[int]:
+    """Tokens that begin with `first` exactly once: the tokenizer, the chat template and the caller may each have put it there, or none."""
+    rest = next((index for index, token in enumerate(tokens) if token != first), len(tokens))
+    return [first, *tokens[rest:]]
 
 
 def make_served(artifact: Artifact, info: ModelInfo, *, name: str, kv_tokens: int, default_max_tokens: int) -> ServedModel:

@@ -3,7 +3,8 @@
     python -m ops.bench.perplexity TEXT MODEL.colibri [MODEL.colibri ...]
 
 The text is tokenised with each model's own tokenizer and cut into windows; in each every token but the first is predicted from those before
-it in the window. With several models the first is the one the others are compared with, token by token.
+it in the window. If the model's prompts begin with a certain token, that stands in the first one's place. With several models the first is
+the one the others are compared with, token by token.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from engine_c import KV_BLOCK, KV_FORMATS, SeqWork, SessionOptions
 from ops.container import Container
+from service.artifact import read_artifact
 from workers.team import Team, TeamConfig
 
 if TYPE_CHECKING:
@@ -44,18 +46,18 @@ class Score:
         return math.exp(-float(self.logprobs.mean()))
 
 
-def encode(path: Path, text: str) -> list[int]:
-    """Token ids of a text by the tokenizer embedded in a container, without special tokens."""
+def encode(path: Path, text: str) -> tuple[list[int], int | None]:
+    """Token ids of a text by the tokenizer embedded in a container, without special tokens, and the token its prompts begin with."""
     from tokenizers import Tokenizer
 
     with Container.open(path) as container:
         tokenizer = Tokenizer.from_str(container.blob("tokenizer.json").decode())
     ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
-    return ids
+    return ids, read_artifact(path).generation.first_token
 
 
-def score(path: Path, tokens: Sequence[int], *, window: int = WINDOW, kv_format: str = "f32") -> Score:
-    """Scores a text's tokens. Raises PerplexityError if there are fewer than two."""
+def score(path: Path, tokens: Sequence[int], *, window: int = WINDOW, kv_format: str = "f32", first: int | None = None) -> Score:
+    """Scores a text's tokens; `first` stands in place of each window's first. Raises PerplexityError if there are fewer than two."""
     import numpy as np
 
     if len(tokens) < 2:
@@ -68,7 +70,10 @@ def score(path: Path, tokens: Sequence[int], *, window: int = WINDOW, kv_format:
     ranks: list[int] = []
     with Team.open(path, TeamConfig(session=options)) as team:
         for start in range(0, len(tokens) - 1, window):
-            for step in _steps(tokens[start : start + window + 1]):
+            part = list(tokens[start : start + window + 1])
+            if first is not None:
+                part[0] = first
+            for step in _steps(part):
                 ((result,), _stats) = team.session.step([step])
                 if not result.ok:
                     raise PerplexityError(f"{path}: {result.error}")
@@ -94,7 +99,8 @@ def compare(paths: Sequence[Path], text: str, *, window: int, kv_format: str) ->
     yield "|---|---|---|---|---|---|---|"
     first: Score | None = None
     for path in paths:
-        result = score(path, encode(path, text), window=window, kv_format=kv_format)
+        tokens, begin = encode(path, text)
+        result = score(path, tokens, window=window, kv_format=kv_format, first=begin)
         first = first or result
         change = 100 * (result.perplexity / first.perplexity - 1)
         same = 100 * float(np.mean(result.best == first.best))

@@ -73,7 +73,7 @@ class HuggingFaceSource:
             licence_text=self._read("LICENSE") or self._read("LICENSE.txt") or self._read("LICENSE.md"),
             name=self._folder.resolve().name,
             description=str(self.config.get("_name_or_path", "") or ""),
-            generation={key: generation[key] for key in _GENERATION_KEYS if key in generation},
+            generation={key: generation[key] for key in _GENERATION_KEYS if key in generation} | {"add_bos": config.get("add_bos_token")},
         )
 
     def _open_files(self) -> None:

@@ -25,14 +25,13 @@ def generation_defaults(texts: Texts, tokenizer: str, vocab: int, where: str) ->
     bos = _token(given.get("bos_token_id"), "bos_token_id", vocab, where)
     ends = given.get("eos_token_id")
     eos = [_token(end, "eos_token_id", vocab, where) for end in (ends if isinstance(ends, list) else [ends])]
-    add_bos = given.get("add_bos")
     if tokenizer:
         _check_ids(tokenizer, vocab, where)
     result: dict[str, Json] = {
         "eos_token_ids": [end for end in eos if end is not None],
         "bos_token_id": bos,
         "pad_token_id": _token(given.get("pad_token_id"), "pad_token_id", vocab, where),
-        "add_bos": add_bos if isinstance(add_bos, bool) else _starts_with(tokenizer, bos, where),
+        "add_bos": bos is not None and (given.get("add_bos") is True or _starts_with(tokenizer, bos, where)),
         "top_k": _count(given.get("top_k"), "top_k", where),
     }
     for key, default in _NUMBERS.items():
