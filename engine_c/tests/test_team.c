@@ -56,7 +56,7 @@ static void step(colibri_session *s, run *r, const int *rows) {
   colibri_step_stats stats;
   colibri_error err;
   int32_t tokens[SEQS * 80], blocks[SEQS * 8], who[SEQS];
-  int n = 0, t = 0, b = 0, logits = 0;
+  int n = 0, t = 0, b = 0;
   for (int i = 0; i < SEQS; i++) {
     if (!rows[i]) continue;
     int end = r->position[i] + rows[i], last = end >= prompts[i];
@@ -66,7 +66,6 @@ static void step(colibri_session *s, run *r, const int *rows) {
     for (int k = 0; k < seqs[n].n_blocks; k++) blocks[b++] = (k * SEQS + i) * 7 % 61; /* scattered over the pool, no two alike */
     r->position[i] = end;
     who[n++] = last ? i : -1;
-    logits += last;
   }
   colibri_batch batch = {.n_seqs = n, .seqs = seqs, .tokens = tokens, .blocks = blocks};
   if (colibri_step(s, &batch, results, NULL, &stats, &err)) {
