@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 
@@ -35,6 +36,7 @@ from workers.team import Team, TeamConfig
 
 log = logging.getLogger(__name__)
 _HEALTH_EVERY = 0.1  # seconds between looks at the engine
+_SWITCH = 0.0002  # seconds; Python's 5 ms is how long the engine thread would wait between steps while the loop has messages to write
 _FAREWELL = 1.0  # seconds for the statuses of broken-off calls to reach their callers
 _SERVICES = (
     inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name,
@@ -99,6 +101,7 @@ class Server:
 
     def run(self) -> None:
         """Serves until SIGTERM or SIGINT and drains. Raises ConfigError, or what the engine and workers raise, if it cannot start."""
+        sys.setswitchinterval(_SWITCH)
         asyncio.run(self._run())
 
     async def _run(self) -> None:
