@@ -88,12 +88,12 @@ V16 void attend_values(const int Q, const int D, int n, const colibri_attend *a,
     const char *v = kv_block(a, chunk * 4 + b) + a->v_offset;
     int last = hi - 16 * b < 15 ? hi - 16 * b : 15;
     for (int j = lo > 16 * b ? lo - 16 * b : 0; j <= last; j++) {
-      v16 value[MOST];
+      v16 weight[ATTEND_BATCH];
       int64_t at = (int64_t)j * a->head_dim + d;
-      UNROLL for (int c = 0; c < wide; c++) value[c] = D ? kv_load(v, at + 16 * c, is_f32) : kv_load_n(v, at, n, is_f32);
-      UNROLL for (int i = 0; i < Q; i++) {
-        v16 w = v16_set1(p[i][16 * b + j]);
-        UNROLL for (int c = 0; c < wide; c++) acc[i][c] = v16_fma(w, value[c], acc[i][c]);
+      UNROLL for (int i = 0; i < Q; i++) weight[i] = v16_set1(p[i][16 * b + j]);
+      UNROLL for (int c = 0; c < wide; c++) {
+        v16 value = D ? kv_load(v, at + 16 * c, is_f32) : kv_load_n(v, at, n, is_f32);
+        UNROLL for (int i = 0; i < Q; i++) acc[i][c] = v16_fma(weight[i], value, acc[i][c]);
       }
     }
   }

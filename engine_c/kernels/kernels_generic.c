@@ -57,19 +57,20 @@ static float block_scale(const uint8_t *block, int j) {
   return colibri_f16_to_f32(h);
 }
 
-static int32_t dot_int8(const uint8_t *block, int j, const int8_t *q) {
-  int32_t sum = 0;
-  for (int k = 0; k < COLIBRI_GROUP; k++) sum += (int8_t)block[64 + k / 4 * 128 + j * 4 + k % 4] * q[k];
-  return sum;
+/* sum[j] = row j of a block times 32 activations, exact. */
+static void dot_int8(const uint8_t *block, const int8_t *q, int32_t sum[COLIBRI_PANEL]) {
+  memset(sum, 0, COLIBRI_PANEL * sizeof *sum);
+  for (int k = 0; k < COLIBRI_GROUP; k++)
+    for (int j = 0; j < COLIBRI_PANEL; j++) sum[j] += (int8_t)block[64 + k / 4 * 128 + j * 4 + k % 4] * q[k];
 }
 
-static int32_t dot_int4(const uint8_t *block, int j, const int8_t *q) {
-  int32_t sum = 0;
-  for (int k = 0; k < COLIBRI_GROUP; k++) {
-    int byte = block[64 + k / 8 * 128 + j * 4 + k % 4];
-    sum += ((k & 4 ? byte >> 4 : byte & 15) - 8) * q[k];
-  }
-  return sum;
+static void dot_int4(const uint8_t *block, const int8_t *q, int32_t sum[COLIBRI_PANEL]) {
+  memset(sum, 0, COLIBRI_PANEL * sizeof *sum);
+  for (int k = 0; k < COLIBRI_GROUP; k++)
+    for (int j = 0; j < COLIBRI_PANEL; j++) {
+      int byte = block[64 + k / 8 * 128 + j * 4 + k % 4];
+      sum[j] += ((k & 4 ? byte >> 4 : byte & 15) - 8) * q[k];
+    }
 }
 
 static void gemm_int8(const void *w, int panels, int groups, const void *const *rows, int n_rows, float *out, ptrdiff_t ld) {
@@ -77,13 +78,14 @@ static void gemm_int8(const void *w, int panels, int groups, const void *const *
     for (int r = 0; r < n_rows; r++) {
       const int8_t *q = rows[r];
       const float *x_scale = (const float *)(q + groups * COLIBRI_GROUP);
-      for (int j = 0; j < COLIBRI_PANEL; j++) {
-        const uint8_t *block = (const uint8_t *)w + (int64_t)p * groups * 1088;
-        float acc = 0;
-        for (int g = 0; g < groups; g++, block += 1088)
-          acc = fmaf((float)dot_int8(block, j, q + g * COLIBRI_GROUP), block_scale(block, j) * x_scale[g], acc);
-        out[r * ld + p * COLIBRI_PANEL + j] = acc;
+      const uint8_t *block = (const uint8_t *)w + (int64_t)p * groups * 1088;
+      float acc[COLIBRI_PANEL] = {0};
+      for (int g = 0; g < groups; g++, block += 1088) {
+        int32_t sum[COLIBRI_PANEL];
+        dot_int8(block, q + g * COLIBRI_GROUP, sum);
+        for (int j = 0; j < COLIBRI_PANEL; j++) acc[j] = fmaf((float)sum[j], block_scale(block, j) * x_scale[g], acc[j]);
       }
+      memcpy(out + r * ld + p * COLIBRI_PANEL, acc, sizeof acc);
     }
 }
 
@@ -101,13 +103,14 @@ static void gemm_int4(const void *w, int panels, int groups, const void *const *
     for (int r = 0; r < n_rows; r++) {
       const int8_t *q = rows[r];
       const int32_t *exponent = (const int32_t *)(q + groups * COLIBRI_GROUP);
-      for (int j = 0; j < COLIBRI_PANEL; j++) {
-        const uint8_t *block = (const uint8_t *)w + (int64_t)p * groups * 576;
-        float acc = 0;
-        for (int g = 0; g < groups; g++, block += 576)
-          acc = fmaf((float)dot_int4(block, j, q + g * COLIBRI_GROUP), add_exponent(block_scale(block, j), exponent[g]), acc);
-        out[r * ld + p * COLIBRI_PANEL + j] = acc;
+      const uint8_t *block = (const uint8_t *)w + (int64_t)p * groups * 576;
+      float acc[COLIBRI_PANEL] = {0};
+      for (int g = 0; g < groups; g++, block += 576) {
+        int32_t sum[COLIBRI_PANEL];
+        dot_int4(block, q + g * COLIBRI_GROUP, sum);
+        for (int j = 0; j < COLIBRI_PANEL; j++) acc[j] = fmaf((float)sum[j], add_exponent(block_scale(block, j), exponent[g]), acc[j]);
       }
+      memcpy(out + r * ld + p * COLIBRI_PANEL, acc, sizeof acc);
     }
 }
 
