@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 from service.engine import EngineThread
 from service.faults import Draining, ShutDown
+from service.plan import Update
 from service.request import Request
-from service.scheduler import Update
 from service.streams import Stream
 
 

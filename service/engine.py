@@ -19,8 +19,9 @@ import numpy.typing as npt
 
 from engine_c import EngineError, SeqResult, SeqWork, StepStats
 from service.faults import Draining, EngineFault, Fault, WorkersLost
+from service.plan import Plan, SchedulerStats, Update
 from service.request import Request
-from service.scheduler import Plan, Scheduler, SchedulerStats, Update
+from service.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 _LANE_POLL = 0.02  # seconds between tries when nothing is left that computes

@@ -8,8 +8,8 @@ from colibri.v1 import inference_pb2 as pb
 from engine_c import RowResult
 from service.answer import Answer
 from service.faults import Fault
+from service.plan import Update
 from service.request import Reason, Request
-from service.scheduler import Update
 
 _REASONS = {Reason.STOP: pb.FINISH_REASON_STOP, Reason.LENGTH: pb.FINISH_REASON_LENGTH}
 TokenBytes = Callable[[int], bytes]

@@ -30,7 +30,8 @@ from service.engine import EngineThread
 from service.health import LIVENESS, READINESS, HealthServicer, can_serve
 from service.inference import InferenceServicer
 from service.metrics import Metrics, Snapshot
-from service.scheduler import Limits, Scheduler
+from service.plan import Limits
+from service.scheduler import Scheduler
 from service.served import ServedModel, make_served
 from workers.team import Team, TeamConfig
 

@@ -12,8 +12,8 @@ import time
 from collections.abc import Awaitable, Callable
 
 from service.faults import ClientTooSlow
+from service.plan import Update
 from service.request import Request
-from service.scheduler import Update
 
 
 class Stream:

@@ -13,8 +13,9 @@ from pathlib import Path
 from engine_c import GREEDY, KV_BLOCK, KV_FORMATS, ModelInfo, SessionOptions, StepStats
 from ops.bench.measure import Row
 from service.blocks import BlockPool
+from service.plan import Limits
 from service.request import Request, State
-from service.scheduler import Limits, Scheduler
+from service.scheduler import Scheduler
 from workers.team import Team, TeamConfig
 
 _WARM_STEPS = 4  # not measured: pages are touched, lanes wake

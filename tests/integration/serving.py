@@ -22,7 +22,7 @@ from grpc_status import rpc_status
 from engine_c import SeqResult, SeqWork, Session, StepStats
 from service.client import Client
 from service.config import ServeConfig
-from service.scheduler import SchedulerStats
+from service.plan import SchedulerStats
 from service.server import Server
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,8 +9,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from engine_c import GREEDY, RowResult, SeqResult, SeqWork
 from service.blocks import BLOCK, BlockPool, blocks_for
 from service.faults import DeadlineExpired, DeadlineUnmeetable, EngineFault, Fault, InvalidField, QueueFull
+from service.plan import Limits, Plan, Update
 from service.request import Reason, Request, State
-from service.scheduler import Limits, Plan, Scheduler, Update
+from service.scheduler import Scheduler
 
 VOCAB = 40
 STOP_TOKEN = 39

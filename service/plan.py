@@ -1,0 +1,83 @@
+"""What goes into the scheduler and comes out of it: limits, plans of steps, news of requests, numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine_c import RowResult, SeqWork
+from service.blocks import PoolStats
+from service.faults import Fault
+from service.request import Reason, Request
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a step and the queue may hold. `max_rows`, `max_seqs` and `max_logit_rows` are the engine session's."""
+
+    max_rows: int
+    max_seqs: int
+    max_logit_rows: int
+    max_queue: int  # requests waiting
+    max_queue_tokens: int  # prompt tokens of all requests waiting
+    prefill_seconds: float = 0.0  # what the prefills of a step may take while answers are decoding; 0: no limit but max_rows
+
+    def __post_init__(self) -> None:
+        for name in ("max_rows", "max_seqs", "max_logit_rows", "max_queue", "max_queue_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.max_rows < self.max_seqs or self.max_logit_rows < self.max_seqs:
+            raise ValueError(f"max_rows {self.max_rows} and max_logit_rows {self.max_logit_rows} must be at least max_seqs {self.max_seqs}")
+
+
+@dataclass(slots=True)
+class Share:
+    """A request's part of a step."""
+
+    request: Request
+    work: SeqWork
+
+
+@dataclass(slots=True)
+class Plan:
+    """A step to run. Hand it back through exactly one of complete, fail and revert."""
+
+    shares: list[Share]
+    at: float
+
+    @property
+    def work(self) -> list[SeqWork]:
+        """What the engine is given."""
+        return [share.work for share in self.shares]
+
+    @property
+    def rows(self) -> int:
+        """Tokens of the step."""
+        return sum(len(share.work.tokens) for share in self.shares)
+
+
+@dataclass(slots=True)
+class Update:
+    """News of one request: rows it produced, and whether that was the end of it."""
+
+    request: Request
+    rows: Sequence[RowResult] = ()
+    reason: Reason | None = None
+    fault: Fault | None = None
+
+    @property
+    def final(self) -> bool:
+        """Nothing more will come."""
+        return self.reason is not None or self.fault is not None
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStats:
+    """A snapshot."""
+
+    running: int
+    waiting: int
+    waiting_tokens: int
+    preemptions: int
+    prefill_rate: float  # rows a second; 0 while unknown
+    pool: PoolStats
