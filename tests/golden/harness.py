@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +26,7 @@ KV_BLOCKS = 64  # of the sessions below: room for many short sequences at once
 
 F32 = NDArray[np.float32]
 I32 = NDArray[np.int32]
+Tokens = Sequence[int] | I32
 Containers = Callable[[str, str], Path]  # the fixture `container` of tests/conftest.py
 
 
@@ -135,13 +136,10 @@ def wait_for_lane(session: engine_c.Session, lane: int) -> None:
 class Run:
     """A prompt on its way through a session: which tokens have run, in which KV blocks, and what came out."""
 
-    tokens: Sequence[int]
+    tokens: list[int]
     blocks: Sequence[int]
     done: int = 0
-
-    def __post_init__(self) -> None:
-        self.tokens = [int(t) for t in self.tokens]
-        self.parts: list[tuple[F32, I32, F32]] = []
+    parts: list[tuple[F32, I32, F32]] = field(default_factory=list)
 
     @property
     def left(self) -> int:
@@ -159,13 +157,13 @@ def blocks_for(tokens: int) -> int:
     return -(-tokens // engine_c.KV_BLOCK)
 
 
-def place(prompts: Sequence[Sequence[int]], *, seed: int | None = None) -> list[Run]:
+def place(prompts: Sequence[Tokens], *, seed: int | None = None) -> list[Run]:
     """Prompts in disjoint KV blocks: in order, or scattered over the pool by `seed`."""
     pool = list(range(KV_BLOCKS)) if seed is None else np.random.default_rng(seed).permutation(KV_BLOCKS).tolist()
     out = []
     for prompt in prompts:
         need = blocks_for(len(prompt))
-        out.append(Run(prompt, pool[:need]))
+        out.append(Run([int(token) for token in prompt], pool[:need]))
         pool = pool[need:]
     return out
 
@@ -184,7 +182,7 @@ def step(session: engine_c.Session, parts: Sequence[tuple[Run, int]]) -> None:
         row += rows
 
 
-def run(session: engine_c.Session, tokens: Sequence[int], *, chunk: int, seed: int | None = None) -> Trace:
+def run(session: engine_c.Session, tokens: Tokens, *, chunk: int, seed: int | None = None) -> Trace:
     """One prompt alone, `chunk` tokens a step, its KV blocks placed by `seed`."""
     (sequence,) = place([tokens], seed=seed)
     while sequence.left:
@@ -192,7 +190,7 @@ def run(session: engine_c.Session, tokens: Sequence[int], *, chunk: int, seed: i
     return sequence.trace()
 
 
-def greedy(session: engine_c.Session, tokens: Sequence[int], count: int) -> list[int]:
+def greedy(session: engine_c.Session, tokens: Tokens, count: int) -> list[int]:
     """The engine's own greedy continuation, end-of-sequence ignored."""
     whole = [int(t) for t in tokens]
     blocks = list(range(blocks_for(len(whole) + count)))
@@ -268,7 +266,7 @@ class Shape:
         q, kv = self.kv_heads * self.group * self.head_dim, self.kv_heads * self.head_dim
 
         def matrix(rows: int, columns: int, gain: float = 1.3) -> F32:
-            return (rng.normal(size=(rows, columns)) * gain / columns**0.5).astype(np.float32)
+            return np.asarray(rng.normal(size=(rows, columns)) * gain / columns**0.5, np.float32)
 
         def norm() -> F32:
             return rng.normal(1, 0.2, self.hidden).astype(np.float32)

@@ -73,7 +73,9 @@ def forward(model: Model, tokens: Sequence[int] | NDArray[np.int32], *, routes: 
     """Runs a prompt. `routes` [router layers, T, k]: take these experts instead of the best ones (where rounding made another choice of two
     near ties, everything behind it differs; so one compares with the same routes, and the routes by `regret`)."""
     x = model.embed[np.asarray(tokens)]
-    experts, weights, gap, regret = [], [], np.inf, 0.0
+    experts: list[NDArray[np.int32]] = []
+    weights: list[Array] = []
+    gap, regret = np.inf, 0.0
     for layer in model.layers:
         x = x + _attention(model, layer, _rmsnorm(x, layer.attn_norm, model.eps))
         y = _rmsnorm(x, layer.ffn_norm, model.eps)
@@ -103,7 +105,7 @@ def _top_k(z: Array, k: int) -> NDArray[np.int32]:
 
 
 def _rmsnorm(x: Array, weight: Array, eps: float) -> Array:
-    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * weight
+    return np.asarray(x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * weight)
 
 
 def _product(model: Model, role: str, x: Array, w: Array) -> Array:
@@ -243,9 +245,9 @@ def from_container(path: Path, *, kv_format: str = "f32") -> Model:
     from ops.container import Container
 
     with Container.open(path) as container:
-        descriptor = container.descriptor
+        descriptor: Any = container.descriptor
         arch: dict[str, Any] = descriptor["arch"]
-        formats = {entry["name"]: entry.get("format", "f32") for entry in descriptor["tensors"]}
+        formats: dict[str, str] = {entry["name"]: entry.get("format", "f32") for entry in descriptor["tensors"]}
 
         def get(name: str) -> Array:
             return np.asarray(container.dequantise(name)[0], np.float64)
