@@ -176,7 +176,7 @@ def round_to(fmt: str, x: Array) -> Array:
     if fmt == "int4":
         scale = np.exp2(np.clip(np.ceil(np.log2(scale.astype(np.float64))), -63, 63)).astype(np.float32)
     q = np.clip(np.rint(v / scale), -127, 127).astype(np.float64) * scale
-    return q.reshape(padded.shape)[..., : x.shape[-1]]
+    return np.asarray(q.reshape(padded.shape)[..., : x.shape[-1]], np.float64)
 
 
 # ---------------------------------------------------------------- where weights come from
