@@ -251,6 +251,35 @@ COLIBRI_API int colibri_worker_attach(const colibri_model *model, int team_fd, i
 COLIBRI_API int colibri_worker_run(colibri_worker *worker, int lane, int cpu, colibri_error *err);
 COLIBRI_API void colibri_worker_detach(colibri_worker *worker);
 
+/* ---------------------------------------------------------------- probes: what the machine can do at most */
+
+#define COLIBRI_PROBE_ALIGN 512
+
+/* One measurement on the calling thread, with the selected instruction set. Times are CLOCK_MONOTONIC's; several threads' probes together take
+ * from the first begin to the last end. */
+typedef struct colibri_probe {
+  uint64_t begin_ns, end_ns;
+  uint64_t work;           /* bytes, operations or tokens, as each probe says */
+} colibri_probe;
+
+/* Writes `bytes` bytes, both multiples of COLIBRI_PROBE_ALIGN: touches pages and measures writing. work: bytes. COLIBRI_EINVAL. Any thread. */
+COLIBRI_API int colibri_probe_fill(void *data, uint64_t bytes, colibri_probe *out, colibri_error *err);
+/* Reads every byte `passes` times, in order, with the widest plain loads; same bounds. work: bytes read. COLIBRI_EINVAL. Any thread. */
+COLIBRI_API int colibri_probe_read(const void *data, uint64_t bytes, int passes, colibri_probe *out, colibri_error *err);
+/* Multiplies and adds in registers for `duration_ns` or a little longer, with the instructions a matrix of `format` (enum colibri_format) is
+ * multiplied with: no memory is touched. work: operations, a multiplication and an addition being two. COLIBRI_EINVAL. Any thread. */
+COLIBRI_API int colibri_probe_compute(int format, uint64_t duration_ns, colibri_probe *out, colibri_error *err);
+
+/* What colibri_probe_route runs: `calls` times the routing of `tokens` tokens. */
+typedef struct colibri_route_probe {
+  int32_t experts, top_k, tokens;
+  int32_t hidden;          /* width of the gate's product, which is then part of each call; 0: gate logits are given */
+  int32_t calls;
+} colibri_route_probe;
+
+/* Chooses experts and weights of made-up tokens. work: tokens routed. COLIBRI_EINVAL, COLIBRI_ENOMEM. Any thread. */
+COLIBRI_API int colibri_probe_route(const colibri_route_probe *wish, colibri_probe *out, colibri_error *err);
+
 #ifdef __cplusplus
 }
 #endif
