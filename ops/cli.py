@@ -9,20 +9,31 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from typing import Annotated
 
 import typer
 
 from ops.commands import bench, chat, convert, generate, health, inspect, logits, serve, verify, version
-from ops.commands.common import describe_failure
+from ops.commands.common import USAGE, describe_failure
 
 app = typer.Typer(
     name="colibri",
     help="Mixture-of-experts inference on CPUs, over gRPC.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+
+@app.callback(invoke_without_command=True)
+def top(context: typer.Context, show_version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False) -> None:
+    if show_version:
+        typer.echo(f"colibri {version.package_version()}")
+    elif context.invoked_subcommand is None:
+        typer.echo(context.get_help(), err=True)
+        raise typer.Exit(USAGE)
+
+
 for module in (serve, generate, chat, convert, inspect, verify, logits, bench, health, version):
     module.register(app)
 

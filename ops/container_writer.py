@@ -62,6 +62,8 @@ class ContainerWriter:
         folder = self.path.parent
         if self.path.is_dir():
             raise ContainerError(f"{self.path}: is a folder; name a file to write")
+        if self.path.exists() and not self.path.is_file():
+            raise ContainerError(f"{self.path}: is no regular file; name a file to write")
         if not folder.is_dir():
             raise ContainerError(f"{folder}: is no folder; make it first, or write elsewhere")
         remove_stale(self.path)

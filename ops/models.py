@@ -41,6 +41,8 @@ def resolve(model: str, *, cache: Path, quant: str = DEMO_QUANT, progress: Progr
     if model == "tiny":
         return _tiny(cache, quant, note="random weights: the text means nothing")
     path = Path(model).expanduser()
+    if path.is_dir():
+        raise ModelError(f"{model or '.'} is a directory; convert what is in it first: `colibri convert {model or '.'} OUT.colibri`")
     if not path.is_file():
         raise ModelError(f"no model {model}: it is neither a container file nor one of the names {', '.join(NAMES)}")
     return ResolvedModel(path=path, name=path.stem, nonsense=False, note="")

@@ -23,7 +23,7 @@ from service.plan import Plan, SchedulerStats, Update
 from service.request import Request
 from service.scheduler import Scheduler
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("colibri.service")
 _LANE_POLL = 0.02  # seconds between tries when nothing is left that computes
 _EXPERTS_EVERY = 1.0  # seconds between looks at the experts' load
 _IDLE_CHECK_AFTER = 1.0  # seconds of idling before the books are checked

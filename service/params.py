@@ -15,6 +15,9 @@ from service.faults import InvalidField
 MAX_STOPS = 16
 MAX_STOP_BYTES = 256
 MAX_STOP_TOKENS = 64
+_MAX_CHARS_PER_TOKEN = 64
+_MAX_UTF8 = 4  # bytes of a character
+_LEAST_MESSAGE_BYTES = 1 << 20
 _SEED_BITS = 53  # a made-up seed survives JSON clients
 
 
@@ -26,6 +29,16 @@ class Bounds:
     max_context: int
     default_max_tokens: int
     generation: Generation
+
+    @property
+    def chars(self) -> int:
+        """Of a prompt. A longer text cannot fit the context unless it is degenerate; it is refused before it is encoded."""
+        return self.max_context * _MAX_CHARS_PER_TOKEN
+
+    @property
+    def message_bytes(self) -> int:
+        """Of a request: room for the longest prompt as text, tokens or chat. Memory is bounded by this times the calls at once."""
+        return max(_LEAST_MESSAGE_BYTES, self.chars * _MAX_UTF8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +71,7 @@ def _number(
     value = float(getattr(message, name))
     inside = low <= value <= high and not (open_low and value == low) and not (open_high and value == high)
     if not math.isfinite(value) or not inside:
-        interval = f"{'above' if open_low else 'from'} {low:g} {'to below' if open_high else 'to'} {high:g}"
+        interval = f"{'above' if open_low else 'at least'} {low:g} and {'below' if open_high else 'at most'} {high:g}"
         raise InvalidField(f"sampling.{name}", f"is {value:g}; it must be {interval}")
     return value
 

@@ -22,6 +22,7 @@ from grpc_reflection.v1alpha import reflection
 
 from colibri.v1 import inference_pb2, inference_pb2_grpc
 from engine_c import KV_BLOCK, KV_FORMATS, LANE_ACTIVE, LANE_READY, SessionOptions
+from service.address import check_address
 from service.artifact import Artifact, read_artifact
 from service.blocks import BlockPool
 from service.config import ConfigError, ServeConfig
@@ -31,11 +32,12 @@ from service.health import LIVENESS, READINESS, HealthServicer, can_serve
 from service.inference import InferenceServicer
 from service.metrics import Metrics, Snapshot
 from service.plan import Limits
+from service.reading import ReadingInterceptor
 from service.scheduler import Scheduler
 from service.served import ServedModel, make_served
 from workers.team import Team, TeamConfig
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("colibri.service")
 _HEALTH_EVERY = 0.1  # seconds between looks at the engine
 _SWITCH = 0.0002  # seconds; Python's 5 ms is how long the engine thread would wait between steps while the loop has messages to write
 _FAREWELL = 1.0  # seconds for the statuses of broken-off calls to reach their callers
@@ -46,10 +48,10 @@ _SERVICES = (
 )
 
 
-def channel_options(config: ServeConfig) -> list[tuple[str, int]]:
+def channel_options(max_message_bytes: int) -> list[tuple[str, int]]:
     """Clients may ping every 10 s, also while nothing is sent, and are pinged each 30 s, so that a dead one is noticed."""
     return [
-        ("grpc.max_receive_message_length", config.max_message_bytes),
+        ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", -1),
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 20_000),
@@ -126,6 +128,7 @@ class Server:
     async def _start(self) -> None:
         config, undo = self.config, self._undo
         artifact = read_artifact(config.model)
+        await asyncio.to_thread(check_address, config)
         self.team = await asyncio.to_thread(Team.open, config.model, team_config(config))
         undo.push_async_callback(asyncio.to_thread, self.team.close)
         self.model = self._make_model(artifact)
@@ -142,7 +145,7 @@ class Server:
         self._watch = asyncio.create_task(self._watch_engine())
         undo.callback(self._watch.cancel)
         self._look_at_engine()
-        log.info("serving %s on %s (%d worker processes)", self.model.name, self.target, len(self.team.plan.workers))
+        log.info("serving %s on %s (worker processes: %d)", self.model.name, self.target, len(self.team.plan.workers))
 
     @property
     def target(self) -> str:
@@ -189,14 +192,16 @@ class Server:
             raise ConfigError(f"metrics cannot be served on {where}: {error.strerror or error}; choose another metrics_port") from error
 
     async def _listen(self) -> None:
-        server = grpc.aio.server(options=channel_options(self.config), maximum_concurrent_rpcs=self.config.rpcs)
+        options = channel_options(self.config.max_message_bytes or self.model.bounds.message_bytes)
+        checks = (ReadingInterceptor(self.metrics),)
+        server = grpc.aio.server(options=options, maximum_concurrent_rpcs=self.config.rpcs, interceptors=checks)
         inference_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(self.model, self.desk, self.metrics), server)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, server)
         reflection.enable_server_reflection(_SERVICES, server)
         try:
             self.port = server.add_insecure_port(self.config.address)
         except RuntimeError as error:
-            raise ConfigError(f"cannot listen on {self.config.address}; is another server there? choose another port or host") from error
+            raise ConfigError(f"cannot listen on {self.config.address}: {error}; choose another port or host") from error
         if self.config.unix_socket:
             self.port = 0
         self._grpc = server

@@ -155,9 +155,10 @@ def plan_kv_blocks(
         blocks = min(max_seqs * -(-info.max_context // KV_BLOCK), int(free * KV_SHARE) // block)
     if blocks < 1:
         room = free if kv_bytes is None else kv_bytes
-        raise PlanError(f"no room for KV memory: one block of {KV_BLOCK} tokens needs {_mib(block)}, {_mib(room)} is there")
+        remedy = "free memory or raise its limit" if kv_bytes is None else "raise --kv-memory"
+        raise PlanError(f"no room for KV memory: one block of {KV_BLOCK} tokens needs {_mib(block)}, {_mib(room)} is there: {remedy}")
     return min(blocks, 2**31 - 1)
 
 
 def _mib(count: int) -> str:
-    return f"{count / 2**20:.1f} MiB"
+    return f"{count / 2**20:.1f} MiB" if count >= 1 << 20 else f"{count} bytes"

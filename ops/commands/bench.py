@@ -26,7 +26,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="One JSON object instead of
 
 def register(app: typer.Typer) -> None:
     """Adds the group of commands."""
-    group = typer.Typer(no_args_is_help=True, help="Measure whole steps; make random-weight models.")
+    group = typer.Typer(help="Measure whole steps; make random-weight models.")
     group.command("make-model", help="Write a model of random weights.")(make_model)
     group.command("prefill", help="Prompt tokens a second of one stream.")(prefill)
     group.command("decode", help="Generated tokens a second of one stream, against the memory's plain reading speed.")(decode)
@@ -39,7 +39,7 @@ def make_model(
     shape: Annotated[str, typer.Option(help="mm, qm, tiny, or layers,hidden,heads,kv_heads,ffn,experts,top_k,vocab.")] = "mm",
     quant: Annotated[Quant, typer.Option(help="Weight format.")] = Quant.INT8,
     seed: Annotated[int, typer.Option(help="Seed of the weights.")] = 1,
-    force: Annotated[bool, typer.Option(help="Replace OUT if it exists.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")] = False,
 ) -> None:
     """Random weights, real layout."""
     check_paths(out.parent, out, force=force)

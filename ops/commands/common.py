@@ -38,7 +38,9 @@ def describe_failure(failure: Exception) -> tuple[int, str] | None:
     if isinstance(failure, CommandError):
         return FAILURE, str(failure)
     if callable(message := getattr(failure, "format_message", None)):  # typer's usage errors
-        return int(getattr(failure, "exit_code", USAGE)), " ".join(str(message()).split())
+        context = getattr(failure, "ctx", None)
+        hint = f" (see `{context.command_path} --help`)" if context is not None else ""
+        return int(getattr(failure, "exit_code", USAGE)), " ".join(str(message()).split()) + hint
     for module, name in _USER_ERRORS:
         kind = getattr(sys.modules.get(module), name, None)
         if kind is not None and isinstance(failure, kind):
@@ -63,22 +65,36 @@ def describe_rpc(failure: Exception) -> str:
 def container_path(path: Path) -> Path:
     """Checks that a container is there, so that the error is ours and short."""
     if not path.is_file():
-        what = "is a directory, not a container" if path.is_dir() else "does not exist"
+        what = "is a directory, not a container" if path.is_dir() else "is not a regular file" if path.exists() else "does not exist"
         raise CommandError(f"{path} {what}; make one with `colibri convert SRC OUT.colibri`")
     return path
+
+
+def check_output(out: Path) -> None:
+    """Refuses a place that a finished file cannot be renamed to, or where that would do harm: root's would replace /dev/null."""
+    if out.is_dir():
+        raise CommandError(f"{out} is a directory; name the file to write")
+    if out.exists() and (out.is_symlink() or not out.is_file()):
+        raise CommandError(f"{out} is {'a link' if out.is_symlink() else 'no regular file'}; name the file to write")
+    if not out.parent.is_dir():
+        raise CommandError(f"{out.parent} is not a directory; make it first")
 
 
 def parse_ints(text: str, *, option: str) -> list[int]:
     """'1,2,3' or '1 2 3' as a list; '@file' reads it from a file."""
     if text.startswith("@"):
         text = Path(text[1:]).read_text(encoding="utf-8")
-    try:
-        numbers = [int(word) for word in text.replace(",", " ").split()]
-    except ValueError as cause:
-        raise typer.BadParameter(f"{option} takes whole numbers separated by commas: {cause}") from None
-    if not numbers:
+    words = text.replace(",", " ").split()
+    if not words:
         raise typer.BadParameter(f"{option} is empty")
-    return numbers
+    return [_whole_number(word, option) for word in words]
+
+
+def _whole_number(word: str, option: str) -> int:
+    try:
+        return int(word)
+    except ValueError:
+        raise typer.BadParameter(f"{option} takes whole numbers separated by commas, not {word!r}") from None
 
 
 def console() -> Console:

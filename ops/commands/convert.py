@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from ops.commands.common import CommandError, human_bytes
+from ops.commands.common import CommandError, check_output, human_bytes
 
 OnProgress = Callable[[int, int, str], None]
 
@@ -37,7 +37,7 @@ def register(app: typer.Typer) -> None:
         descriptor: Annotated[Path | None, typer.Option(help="A family table of your own (docs/models.md).")] = None,
         tokenizer: Annotated[str, typer.Option(help="auto (the source's), none, or a tokenizer.json.")] = "auto",
         seed: Annotated[int, typer.Option(help="Seed of --upcycle.")] = 0,
-        force: Annotated[bool, typer.Option(help="Replace OUT if it exists.")] = False,
+        force: Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")] = False,
         quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
     ) -> None:
         check_paths(source, out, force=force)
@@ -67,10 +67,9 @@ def check_paths(source: Path, out: Path, *, force: bool) -> None:
         raise CommandError(f"{source} does not exist; give a Hugging Face directory or a .gguf file")
     if out.is_dir():
         raise CommandError(f"{out} is a directory; name the file to write, for instance {out / (source.stem + '.colibri')}")
+    check_output(out)
     if out.exists() and not force:
         raise CommandError(f"{out} exists; remove it or add --force")
-    if not out.parent.is_dir():
-        raise CommandError(f"{out.parent} is not a directory; make it first")
 
 
 @contextmanager

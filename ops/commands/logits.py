@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ops.commands.common import container_path, parse_ints
+from ops.commands.common import check_output, container_path, parse_ints
 
 if TYPE_CHECKING:
     from ops.logits import LogitsResult
@@ -38,6 +38,7 @@ def register(app: typer.Typer) -> None:
     ) -> None:
         prompt = parse_ints(tokens, option="--tokens")
         container_path(path)
+        check_output(out)
         from ops.logits import compute_logits
 
         result = compute_logits(path, tokens=prompt, greedy=greedy, workers=workers, chunk=chunk, kv_format=kv_format.value)

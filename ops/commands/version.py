@@ -17,15 +17,21 @@ def register(app: typer.Typer) -> None:
         typer.echo(json.dumps(facts) if json_output else "\n".join(f"{key}: {value}" for key, value in facts.items()))
 
 
+def package_version() -> str:
+    """As the package's metadata has it."""
+    from importlib import metadata
+
+    return metadata.version("colibri")
+
+
 def version_facts() -> dict[str, str]:
     """Package, engine, instruction sets, Python."""
     import platform
-    from importlib import metadata
 
     import engine_c
 
     return {
-        "colibri": metadata.version("colibri"),
+        "colibri": package_version(),
         "engine": engine_c.version(),
         "isa": engine_c.isa_name(),
         "isa_available": ", ".join(engine_c.isa_available()),

@@ -133,7 +133,8 @@ def _tokenizer_text(texts: Texts, choice: str) -> str:
         try:
             text = Path(choice).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ConvertError(f"{choice}: cannot be read: {error}") from error
+            reason = getattr(error, "strerror", None) or error
+            raise ConvertError(f"{choice}: cannot be read: {reason}; name a tokenizer.json") from error
     if text:
         check_tokenizer(text, where)
     return text

@@ -95,7 +95,8 @@ def read_table(path: Path) -> Table:
     try:
         raw = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        raise ConvertError(f"{path}: cannot be read as a family table: {error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise ConvertError(f"{path}: cannot be read as a family table: {reason}") from error
     if not isinstance(raw, dict):
         raise ConvertError(f"{path}: a family table is a JSON object")
     return Table(

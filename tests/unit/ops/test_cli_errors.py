@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 from ops.cli import run
+from ops.models import resolve
 
 
 def refused(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> tuple[int, str]:
@@ -55,11 +57,13 @@ def test_wrong_usage_is_code_2_and_named(
     [
         (["convert", "absent", "out.colibri"], "absent"),
         (["convert", ".", "nowhere/out.colibri"], "nowhere"),
+        (["convert", ".", "/dev/null", "--force"], "no regular file"),
         (["inspect", "absent.colibri"], "absent.colibri"),
         (["verify", "."], "directory"),
         (["logits", "absent.colibri", "--tokens", "1", "--out", "o.npz"], "absent.colibri"),
         (["bench", "decode", "absent.colibri"], "absent.colibri"),
         (["serve", "absent.colibri"], "absent.colibri"),
+        (["serve", "."], "colibri convert"),
         (["serve", "tiny", "--port", "99999"], "port"),
         (["health", "localhost:1"], "UNAVAILABLE"),
         (["generate", "text", "--target", "localhost:1"], "UNAVAILABLE"),
@@ -95,6 +99,35 @@ def test_existing_output_is_kept_without_force(capsys: pytest.CaptureFixture[str
     assert code == 1
     assert "--force" in line
     assert out.read_text() == "precious"
+
+
+def test_a_link_and_a_device_are_not_replaced_by_the_result(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    model = resolve("tiny", cache=tmp_path).path
+    link = tmp_path / "link.npz"
+    link.symlink_to(model)
+    for out in (link, Path("/dev/null")):
+        code, line = refused(capsys, ["logits", str(model), "--tokens", "1", "--out", str(out)])
+        assert code == 1
+        assert str(out) in line
+    assert link.is_symlink()
+    assert Path("/dev/null").is_char_device()
+
+
+def test_wrong_usage_points_to_the_commands_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "`colibri convert --help`" in refused(capsys, ["convert", "x"])[1]
+    assert "`colibri bench --help`" in refused(capsys, ["bench"])[1]
+
+
+def test_no_command_shows_the_help_and_is_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "\n  serve " in captured.err
+
+
+def test_version_option_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--version"]) == 0
+    assert capsys.readouterr().out == f"colibri {metadata.version('colibri')}\n"
 
 
 def test_help_names_every_command_and_imports_nothing_heavy() -> None:
