@@ -22,7 +22,7 @@ CC=gcc COLIBRI_CFLAGS=$FLAGS COLIBRI_LDFLAGS="-fsanitize=address,undefined" "$PY
 LD_PRELOAD="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libubsan.so)"
 export LD_PRELOAD
 export ASAN_OPTIONS=detect_leaks=0:abort_on_error=1 UBSAN_OPTIONS=print_stacktrace=1
-export PYTHONPATH=$TREE PYTHONMALLOC=malloc
+export PYTHONPATH=$TREE PYTHONMALLOC=malloc COLIBRI_SANITIZER=asan  # tests with time limits read it
 tests=()
 for path in $SUBSET; do
   if [ -e "$path" ]; then tests+=("$path"); else echo "NOTE: no $path to run under sanitizers" >&2; fi
