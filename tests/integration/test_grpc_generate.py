@@ -11,7 +11,7 @@ import pytest
 
 from colibri.v1 import inference_pb2 as pb
 from service.client import Completion, generate_request
-from tests.integration.serving import Serving, serving
+from tests.integration.serving import Serving, serving, until
 
 PROMPTS = ["Hello", "The quick brown fox jumps over the lazy dog. " * 3, "é 中 😀", "a", "1 2 3 4 5 6 7 8 9 10 11 12"]
 
@@ -116,6 +116,7 @@ def test_answers_survive_preemption_unchanged(tiny_model: Path, server: Serving)
     with serving(tiny_model, max_rows=48, max_seqs=8, kv_memory=150_000) as tight, ThreadPoolExecutor(8) as pool:
         tight.gate.shut()
         answers = [pool.submit(tight.client.complete, request) for request in requests]
+        until(lambda: len(tight.server.desk.streams) == len(requests), "all are accepted")
         tight.gate.open()
         for expected, answer in zip(alone, answers, strict=True):
             assert same(expected, answer.result())
