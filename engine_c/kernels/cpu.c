@@ -46,7 +46,8 @@ static unsigned detect(void) {
 
 static unsigned detect(void) {
   unsigned long caps = getauxval(AT_HWCAP);
-  return (caps & HWCAP_ASIMD) && (caps & HWCAP_ASIMDDP) ? COLIBRI_CPU_NEON : 0;
+  if (!(caps & HWCAP_ASIMD)) return 0;
+  return COLIBRI_CPU_NEON | (caps & HWCAP_ASIMDDP ? COLIBRI_CPU_NEON_DOTPROD : 0);
 }
 
 #else

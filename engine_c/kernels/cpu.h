@@ -8,7 +8,8 @@ enum colibri_cpu_feature {
   COLIBRI_CPU_AVX512 = 4,        /* F, BW, DQ and VL with COLIBRI_CPU_AVX2, zmm and mask state enabled */
   COLIBRI_CPU_AVX512_VNNI = 8,   /* dpbusd on zmm */
   COLIBRI_CPU_AVX512_BF16 = 16,  /* dpbf16ps */
-  COLIBRI_CPU_NEON = 32,         /* Advanced SIMD with the dot product */
+  COLIBRI_CPU_NEON = 32,         /* Advanced SIMD of AArch64 */
+  COLIBRI_CPU_NEON_DOTPROD = 64, /* its dot product of bytes */
 };
 
 /* Features as a set of the bits above, detected once. Any thread. */

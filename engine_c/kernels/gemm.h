@@ -24,6 +24,15 @@ void colibri_gemm_int4_avx2(COLIBRI_GEMM_ARGS);
 void colibri_gemm_bf16_avx512_plain(COLIBRI_GEMM_ARGS);
 void colibri_gemm_int8_avx512_plain(COLIBRI_GEMM_ARGS);
 void colibri_gemm_int4_avx512_plain(COLIBRI_GEMM_ARGS);
+#elif defined(__aarch64__)
+void colibri_gemm_f32_neon(COLIBRI_GEMM_ARGS);
+void colibri_gemm_bf16_neon(COLIBRI_GEMM_ARGS);
+void colibri_gemm_int8_neon(COLIBRI_GEMM_ARGS);
+void colibri_gemm_int4_neon(COLIBRI_GEMM_ARGS);
+
+/* What the integer products fall back to on a CPU without the dot product. */
+void colibri_gemm_int8_neon_plain(COLIBRI_GEMM_ARGS);
+void colibri_gemm_int4_neon_plain(COLIBRI_GEMM_ARGS);
 #endif
 
 /* A tile multiplies one panel with a fixed number of rows: out[r * ld + 0..31]. While it runs it prefetches `ahead_step` bytes a group from

@@ -155,6 +155,11 @@ int main(void) {
     test_one("avx512 plain", COLIBRI_INT8, colibri_gemm_int8_avx512_plain);
     test_one("avx512 plain", COLIBRI_INT4, colibri_gemm_int4_avx512_plain);
   }
+#elif defined(__aarch64__)
+  if (colibri_cpu_features() & COLIBRI_CPU_NEON_DOTPROD) { /* what a CPU without it would run */
+    test_one("neon plain", COLIBRI_INT8, colibri_gemm_int8_neon_plain);
+    test_one("neon plain", COLIBRI_INT4, colibri_gemm_int4_neon_plain);
+  }
 #endif
   return check_result("test_gemm");
 }
