@@ -12,12 +12,8 @@
  *   v16_amax_bits(a, b)               bits of the largest magnitude of 32 lanes as an integer
  *   v16_store_int8(q, a, b)           rounds 32 lanes to nearest even, stores them as int8, returns their sum
  *   v16_load_bf16 v16_store_bf16      and _n; nearest even, NaN stays NaN
- *   v16_and(a, bits) v16_tag(a, keep, tag)    a & bits, (a & keep) | tag, of the lanes' bits
- *   v16_other(a, b, one)              a ^ b ^ one: of a and b the one that `one` is not
  *   v16_columns8(x, ld, n, column)    16 rows of n <= 8 floats to 8 columns
- *   v16_best_of(z0, z1, id)           lane by lane the larger and the smaller of two vectors, with their numbers, id and id + 1
- *   v16_best_merge(a, b)              the two largest of two such, all of b's numbers being higher; the lower number wins ties
- *   v16_best_store(best, ids)         the pairs of numbers as int32
+ *   v16_best_of v16_best_add v16_best_store   the two largest of several vectors lane by lane, with their numbers; the lower number wins ties
  *   v16_store_pairs(p, a, b)          a0 b0 a1 b1 .. */
 #include <math.h>
 #include <string.h>
@@ -253,37 +249,25 @@ static void rope(float *x, const float *cos_sin, int dims, int head_dim, int int
 
 /* ---------------------------------------------------------------- logits */
 
-/* The two largest of 8 experts' columns, numbered from id. */
-V16 v16_best top2_of8(const v16 column[8], int id) {
-  v16_best a = v16_best_merge(v16_best_of(column[0], column[1], id), v16_best_of(column[2], column[3], id + 2));
-  v16_best b = v16_best_merge(v16_best_of(column[4], column[5], id + 4), v16_best_of(column[6], column[7], id + 6));
-  return v16_best_merge(a, b);
-}
-
-/* 8 experts of 16 tokens, the first n of them read and added to total, the others -inf, which is never chosen: it is larger than nothing. */
-V16 void expert_columns(const float *z, ptrdiff_t ld, int n, v16 column[8], v16 total[2]) {
-  v16_columns8(z, ld, n, column);
-  for (int e = 0; e < 8; e++)
-    if (e < n)
-      total[e & 1] = v16_add(total[e & 1], column[e]);
-    else
-      column[e] = v16_set1(-INFINITY);
-}
-
-/* 16 tokens. Returns a bit for each that may have a NaN or infinite logit: its sum is not finite. */
+/* 16 tokens. Returns a bit for each with a NaN or infinite logit. */
 V16 uint32_t top2_block(const float *z, ptrdiff_t ld, const int experts, int32_t *ids, float *weights) {
-  v16 column[8], total[2] = {v16_set1(0.0f), v16_set1(0.0f)};
-  expert_columns(z, ld, experts < 8 ? experts : 8, column, total);
-  v16_best best = top2_of8(column, 0);
-  if (experts > 8) {
-    expert_columns(z + 8, ld, experts - 8, column, total);
-    best = v16_best_merge(best, top2_of8(column, 8));
+  v16 column[8], poison;
+  v16_columns8(z, ld, experts < 8 ? experts : 8, column);
+  v16_best best = v16_best_of(column[0], column[1]);
+  poison = v16_poison(column[1], v16_poison(column[0], v16_set1(0.0f)));
+  for (int e = 2; e < 8 && e < experts; e++) {
+    v16_best_add(&best, column[e], e);
+    poison = v16_poison(column[e], poison);
   }
-  v16 p = v16_exp(v16_sub(best.second, best.first)), inverse = v16_div(v16_set1(1.0f), v16_add(v16_set1(1.0f), p));
+  if (experts > 8) v16_columns8(z + 8, ld, experts - 8, column);
+  for (int e = 8; e < experts; e++) {
+    v16_best_add(&best, column[e - 8], e);
+    poison = v16_poison(column[e - 8], poison);
+  }
+  v16 p = v16_exp(v16_sub(best.second, best.first)), sum = v16_add(v16_set1(1.0f), p);
   v16_best_store(&best, ids);
-  v16_store_pairs(weights, inverse, v16_mul(p, inverse));
-  v16 all = v16_add(total[0], total[1]);
-  return v16_is_nan(v16_sub(all, all));
+  v16_store_pairs(weights, v16_div(v16_set1(1.0f), sum), v16_div(p, sum));
+  return v16_is_nan(poison);
 }
 
 /* The n < 16 tokens left over, by way of a full block with zeros behind. */
@@ -297,28 +281,13 @@ static __attribute__((noinline)) uint32_t top2_rest(const float *z, ptrdiff_t ld
   return poisoned;
 }
 
-static int all_finite(const float *x, int n) {
-  uint32_t bad = 0;
-  for (int i = 0; i < n; i++) {
-    uint32_t u;
-    memcpy(&u, x + i, sizeof u);
-    bad |= (u & 0x7f800000u) == 0x7f800000u;
-  }
-  return !bad;
-}
-
-/* The first of n tokens that has a NaN or infinite logit, or -1. */
-static __attribute__((noinline, cold)) int first_bad(const float *z, ptrdiff_t ld, int experts, int n) {
-  for (int t = 0; t < n; t++)
-    if (!all_finite(z + t * ld, experts)) return t;
-  return -1;
-}
-
 V16 int top2_blocks(const float *z, ptrdiff_t ld, const int experts, int n, int32_t *ids, float *weights) {
-  uint32_t suspect = 0;
-  for (int t = 0; t < n; t += 16)
-    suspect |= n - t < 16 ? top2_rest(z + t * ld, ld, experts, n - t, ids + 2 * t, weights + 2 * t) : top2_block(z + t * ld, ld, experts, ids + 2 * t, weights + 2 * t);
-  return __builtin_expect(suspect != 0, 0) ? first_bad(z, ld, experts, n) : -1;
+  int bad = -1;
+  for (int t = 0; t < n; t += 16, z += 16 * ld, ids += 32, weights += 32) {
+    uint32_t poisoned = n - t < 16 ? top2_rest(z, ld, experts, n - t, ids, weights) : top2_block(z, ld, experts, ids, weights);
+    if (__builtin_expect(poisoned && bad < 0, 0)) bad = t + __builtin_ctz(poisoned);
+  }
+  return bad;
 }
 
 /* Separate, so that the common one of 8 experts is not burdened with the other's set-up. */
