@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 
@@ -14,7 +15,7 @@ class State(Enum):
     READY = "ready"  # its lanes are attached and compute
     DRAINING = "draining"  # asked to leave
     BACKOFF = "backing off"  # it ended unasked and is to be started again at retry_at
-    FAILED = "failed"  # it ended too often, or in a way that another start can't cure
+    FAILED = "failed"  # it ended too often and is tried again at retry_at, or in a way that another start can't cure
 
 
 TRANSITIONS: dict[State, frozenset[State]] = {
@@ -23,7 +24,7 @@ TRANSITIONS: dict[State, frozenset[State]] = {
     State.READY: frozenset({State.DRAINING, State.BACKOFF, State.FAILED}),
     State.DRAINING: frozenset({State.DEAD}),
     State.BACKOFF: frozenset({State.STARTING, State.DEAD}),
-    State.FAILED: frozenset({State.DEAD}),
+    State.FAILED: frozenset({State.DEAD, State.STARTING}),
 }
 
 RUNNING = frozenset({State.STARTING, State.READY, State.DRAINING})
@@ -40,7 +41,8 @@ class RestartPolicy:
 
     A worker that computed for stable_s starts afresh: it is restarted at once and its earlier ends are forgotten. After `free_restarts`
     quick ends in a row the next ones wait base_s, twice that, and so on up to cap_s. A row of crash_limit quick ends, or boot_limit without
-    ever having been ready, is a failure.
+    ever having been ready, is a failure: what is likely to end again is tried once each retry_s, so that a server heals by itself when the
+    cause has gone.
     """
 
     stable_s: float = 1.0
@@ -49,6 +51,7 @@ class RestartPolicy:
     cap_s: float = 5.0
     crash_limit: int = 10
     boot_limit: int = 3
+    retry_s: float = 10.0
 
     def delay(self, streak: int) -> float:
         """Seconds to wait after the streak-th quick end in a row (1 is the first)."""
@@ -81,7 +84,7 @@ class Lifecycle:
 
     def may_start(self, now: float) -> bool:
         """Whether a wanted worker should be started now."""
-        return self.state is State.DEAD or (self.state is State.BACKOFF and now >= self.retry_at)
+        return self.state is State.DEAD or (self.state in (State.BACKOFF, State.FAILED) and now >= self.retry_at)
 
     def started(self, now: float) -> None:
         """A process was made."""
@@ -106,12 +109,13 @@ class Lifecycle:
         booting, uptime = self.state is State.STARTING, now - self.since
         self._boots_failed += booting
         self._streak = 1 if not booting and uptime >= self.policy.stable_s else self._streak + 1
+        retry_at = now + self.policy.retry_s
         if not curable:
-            self._fail(now, cause)
+            self._fail(now, cause, retry_at=math.inf)
         elif self._boots_failed >= self.policy.boot_limit:
-            self._fail(now, f"{cause}; {self._boots_failed} starts in a row failed")
+            self._fail(now, f"{cause}; {self._boots_failed} starts in a row failed", retry_at=retry_at)
         elif self._streak >= self.policy.crash_limit:
-            self._fail(now, f"{cause}; {self._streak} quick ends in a row")
+            self._fail(now, f"{cause}; {self._streak} quick ends in a row", retry_at=retry_at)
         else:
             self._enter(State.BACKOFF, now)
             self.retry_at = now + self.policy.delay(self._streak)
@@ -122,8 +126,9 @@ class Lifecycle:
         self._enter(State.DEAD, now)
         self._streak = self._boots_failed = 0
 
-    def _fail(self, now: float, error: str) -> None:
+    def _fail(self, now: float, error: str, *, retry_at: float) -> None:
         self._enter(State.FAILED, now)
+        self.retry_at = retry_at
         self.error = error
 
     def _enter(self, state: State, now: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import selectors
 import signal
 import time
@@ -130,8 +131,8 @@ class Slot:
                 return self._watch_ready(now)
             case State.DRAINING:
                 return self._watch_drain(now)
-            case State.BACKOFF if wanted and not self.life.may_start(now):
-                return self.life.retry_at
+            case State.BACKOFF | State.FAILED if wanted and not self.life.may_start(now):
+                return self.life.retry_at if math.isfinite(self.life.retry_at) else None
         return self._spawn(now) if wanted and self.life.may_start(now) else None
 
     # ---------------------------------------------------------------- stages
@@ -265,7 +266,8 @@ class Slot:
         if drained:
             log.info("%s, pid %d, left: %s", self.name, pid, cause)
         elif self.life.state is State.FAILED:
-            log.error("%s, pid %d, %s; it is not started again", self.name, pid, self.life.error)
+            next_try = f"it is tried again in {self.life.retry_at - now:.0f} s" if again else "it is not started again"
+            log.error("%s, pid %d, %s; %s", self.name, pid, self.life.error, next_try)
         else:
             log.warning("%s, pid %d, %s; started again in %.2f s", self.name, pid, cause, self.life.retry_at - now)
 

@@ -180,8 +180,8 @@ def test_an_idle_worker_that_is_stopped_is_replaced(model: Path) -> None:
         assert team.supervisor.snapshot().workers[0].last_end == "killed by SIGKILL (it was stopped)"
 
 
-def test_a_worker_that_keeps_dying_is_given_up_until_somebody_asks(model: Path, undisturbed: list[list[int]]) -> None:
-    policy = RestartPolicy(stable_s=60, base_s=0.01, crash_limit=4)
+def test_a_worker_that_keeps_dying_is_left_alone_until_somebody_asks(model: Path, undisturbed: list[list[int]]) -> None:
+    policy = RestartPolicy(stable_s=60, base_s=0.01, crash_limit=4, retry_s=600)
     with Team.open(model, config(2, supervisor=SupervisorConfig(policy=policy))) as team:
         striker = Striker(team, "SIGKILL")
 
@@ -196,3 +196,13 @@ def test_a_worker_that_keeps_dying_is_given_up_until_somebody_asks(model: Path, 
         assert Decoding().run(team.session) == undisturbed
         team.supervisor.restart(0)
         striker.wait_until_replaced()
+
+
+def test_a_worker_that_kept_dying_is_back_by_itself_when_the_cause_has_gone(model: Path, undisturbed: list[list[int]]) -> None:
+    policy = RestartPolicy(stable_s=60, free_restarts=0, base_s=0.01, crash_limit=2, retry_s=0.2)
+    with Team.open(model, config(1, supervisor=SupervisorConfig(policy=policy), front_lane="off")) as team:
+        striker = Striker(team, "SIGKILL")
+        for _ in range(5):  # more than the limit: each failure is followed by another start
+            striker.strike(0)
+            striker.wait_until_replaced()
+        assert Decoding().run(team.session) == undisturbed
