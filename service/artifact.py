@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import struct
 import zlib
 from collections.abc import Mapping
@@ -59,7 +60,7 @@ def read_artifact(path: str | os.PathLike[str]) -> Artifact:
     """Reads header, descriptor and texts. Raises ArtifactError."""
     where = Path(path)
     try:
-        with where.open("rb") as file:
+        with open(where, "rb", opener=_open_file) as file:
             return _read(where, file)
     except OSError as error:
         raise ArtifactError(f"{where}: cannot be read: {error.strerror or error}") from error
@@ -67,6 +68,15 @@ def read_artifact(path: str | os.PathLike[str]) -> Artifact:
         if isinstance(error, ArtifactError):
             raise
         raise ArtifactError(f"{where}: the descriptor is malformed: {error!r}") from error
+
+
+def _open_file(path: str, flags: int) -> int:
+    """Refuses what is no file; a FIFO would be waited for and a device read for ever."""
+    fd = os.open(path, flags | os.O_NONBLOCK)
+    if stat.S_ISREG(os.fstat(fd).st_mode):
+        return fd
+    os.close(fd)
+    raise ArtifactError(f"{path}: not a regular file; name a .colibri file")
 
 
 def _read(path: Path, file: BinaryIO) -> Artifact:

@@ -65,7 +65,7 @@ def open_segment(path: str | os.PathLike[str], *, mode: LoadMode = "map", availa
     fit.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO is refused later, not waited for
     except OSError as refusal:
         raise SegmentError(f"{path}: {refusal.strerror}") from refusal
     file = ModelSegment(fd, "map", os.fstat(fd).st_size)

@@ -89,7 +89,7 @@ static int name_file(const char *path, int rc, colibri_error *err) {
 int colibri_model_open(const char *path, colibri_model **out, colibri_error *err) {
   if (!out || !path) return colibri_fail(err, COLIBRI_EINVAL, "colibri_model_open: path or out is NULL");
   *out = NULL;
-  int fd = open(path, O_RDONLY | O_CLOEXEC);
+  int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* a FIFO is refused, not waited for */
   if (fd < 0) return name_file(path, colibri_fail(err, COLIBRI_EIO, "%s", strerror(errno)), err);
   int rc = colibri_model_open_fd(fd, out, err);
   close(fd);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 import zlib
 from pathlib import Path
@@ -69,3 +70,10 @@ def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
         (tmp_path / "flipped.colibri").write_bytes(data)
         with pytest.raises(ArtifactError, match="damaged"):
             read_artifact(tmp_path / "flipped.colibri")
+
+
+def test_a_fifo_or_a_device_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    for path in (tmp_path / "fifo", tmp_path, Path("/dev/zero")):
+        with pytest.raises(ArtifactError, match=r"regular file|directory"):
+            read_artifact(path)
