@@ -53,7 +53,7 @@ class ServeConfig:
     default_max_tokens: int = 512  # of a request that does not say
     stream_buffer_tokens: int = 1024  # tokens a client may leave unread, and
     stream_patience: float = 5.0  # for so many seconds, before its request is called off
-    max_message_bytes: int = 32 << 20  # of a request
+    max_message_bytes: int | None = None  # of a request; None: what the longest prompt of the model can need
     max_rpcs: int | None = None  # calls at once, health watches included; None: max_queue + max_seqs + 1024
 
     drain_grace: float = 30.0  # seconds that requests may finish in after SIGTERM

@@ -58,6 +58,10 @@ def _invalid(fault: faults.InvalidField) -> Refusal:
     return Refusal("INVALID_ARGUMENT", str(fault), [BadRequest(field_violations=[violation])])
 
 
+def _unreadable(fault: faults.UnreadableRequest) -> Refusal:
+    return Refusal("INVALID_ARGUMENT", str(fault), [_info("UNREADABLE_REQUEST")])
+
+
 def _unknown_model(fault: faults.UnknownModel) -> Refusal:
     resource = ResourceInfo(resource_type="colibri.v1.Model", resource_name=fault.name, description=str(fault))
     return Refusal("NOT_FOUND", str(fault), [_info("UNKNOWN_MODEL", model=fault.name), resource])
@@ -100,6 +104,7 @@ def _engine(fault: faults.EngineFault) -> Refusal:
 
 _MAKERS: dict[type[faults.Fault], Callable[..., Refusal]] = {
     faults.InvalidField: _invalid,
+    faults.UnreadableRequest: _unreadable,
     faults.UnknownModel: _unknown_model,
     faults.QueueFull: _queue_full,
     faults.ClientTooSlow: _too_slow,

@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
+_SENTENCE_BYTES = 600
+_NAME_BYTES = 100
+
+
+def shorten(text: str, most: int = _SENTENCE_BYTES) -> str:
+    """At most so many UTF-8 bytes of a text. A status travels in HTTP/2 headers, escaped and more than once; beyond 8 KiB it is lost."""
+    raw = text.encode()
+    return text if len(raw) <= most else raw[: most - 3].decode(errors="ignore") + "..."
+
+
+def shown(name: str) -> str:
+    """What a caller named, quoted to be repeated to it."""
+    return shorten(repr(name), _NAME_BYTES)
+
 
 class Fault(Exception):
     """A request cannot be served. `str()` is one sentence for the caller that names the thing and the remedy."""
+
+    def __init__(self, sentence: str) -> None:
+        super().__init__(shorten(sentence))
 
 
 class InvalidField(Fault):
@@ -13,15 +30,22 @@ class InvalidField(Fault):
     def __init__(self, field: str, sentence: str) -> None:
         super().__init__(f"{field}: {sentence}")
         self.field = field
-        self.sentence = sentence
+        self.sentence = shorten(sentence)
+
+
+class UnreadableRequest(Fault):
+    """The request's bytes are no message of the type that the method takes."""
+
+    def __init__(self, cause: str) -> None:
+        super().__init__(f"the request cannot be read: {cause}; is the client built from this server's protocol?")
 
 
 class UnknownModel(Fault):
     """The named model is not served here."""
 
     def __init__(self, name: str, *, served: str) -> None:
-        super().__init__(f"model {name!r} is not served here; there is {served!r} (leave the name empty for it)")
-        self.name = name
+        super().__init__(f"model {shown(name)} is not served here; there is {served!r} (leave the name empty for it)")
+        self.name = shorten(name, _NAME_BYTES)
 
 
 class QueueFull(Fault):

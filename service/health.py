@@ -10,6 +10,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2 as pb, health_pb2_grpc
 
 from service.engine import Progress
+from service.faults import shown
 
 LIVENESS = ""
 READINESS = "colibri.v1.Inference"
@@ -44,7 +45,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
         """The status now; NOT_FOUND for a service that is not here."""
         status = self._statuses.get(request.service)
         if status is None:
-            await context.abort(grpc.StatusCode.NOT_FOUND, f"no service {request.service!r} here; there are '' and '{READINESS}'")
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"no service {shown(request.service)} here; there are '' and '{READINESS}'")
         return pb.HealthCheckResponse(status=status)
 
     async def Watch(self, request: pb.HealthCheckRequest, context: _Context) -> AsyncIterator[pb.HealthCheckResponse]:

@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import grpc
@@ -27,10 +28,11 @@ from service.request import Request
 from service.served import Prompt, ServedModel
 from service.streams import Stream
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("colibri.service")
 _Response = TypeVar("_Response")
+_Result = TypeVar("_Result")
 _Context = grpc.aio.ServicerContext[Any, Any]
-_INLINE_CHARS = 4096  # texts up to this long are encoded on the loop; longer ones would hold it up
+_INLINE = 4096  # bytes or tokens that are worked through on the loop; more would hold it up
 _MAX_ID = 128
 
 
@@ -155,7 +157,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                         raise update.fault
                     rows += update.rows
         self._metrics.count_tokens(prompt=len(request.prompt), generated=0)
-        return score_response(request, rows, model=self._model.name, bytes_of=self._model.token_bytes, now=time.monotonic())
+        ended = time.monotonic()
+        tell = partial(score_response, request, rows, model=self._model.name, bytes_of=self._model.token_bytes, now=ended)
+        return await _aside(len(rows) * (1 + sampling.top_logprobs), tell)
 
     def _check_score(self, prompt: Prompt) -> None:
         count, most = len(prompt.tokens), self._model.bounds.max_context
@@ -171,10 +175,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             self._model.check_name(request.model)
             special = request.add_special_tokens if request.HasField("add_special_tokens") else True
             prompt = await self._read_prompt(request, add_special_tokens=special)
-            pieces = [self._model.token_bytes(token) for token in prompt.tokens]
-            return pb.TokenizeResponse(token_ids=prompt.tokens, token_bytes=pieces, prompt=prompt.text)
+            return await _aside(len(prompt.tokens), lambda: self._tokenized(prompt))
 
         return await self._answer(context, work)
+
+    def _tokenized(self, prompt: Prompt) -> pb.TokenizeResponse:
+        pieces = [self._model.token_bytes(token) for token in prompt.tokens]
+        return pb.TokenizeResponse(token_ids=prompt.tokens, token_bytes=pieces, prompt=prompt.text)
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: _Context) -> pb.DetokenizeResponse:
         """Tokens to text."""
@@ -182,7 +189,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         async def work(_: Call) -> pb.DetokenizeResponse:
             self._model.check_name(request.model)
             skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
-            return pb.DetokenizeResponse(text=self._model.detokenise(list(request.token_ids), skip_special=skip))
+            decode = partial(self._model.detokenise, request.token_ids, skip_special=skip)
+            return pb.DetokenizeResponse(text=await _aside(len(request.token_ids), decode))
 
         return await self._answer(context, work)
 
@@ -234,9 +242,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def _read_prompt(
         self, message: pb.GenerateRequest | pb.ScoreRequest | pb.TokenizeRequest, *, add_special_tokens: bool = True
     ) -> Prompt:
-        if message.ByteSize() <= _INLINE_CHARS:
-            return self._model.read_prompt(message, add_special_tokens=add_special_tokens)
-        return await asyncio.to_thread(self._model.read_prompt, message, add_special_tokens=add_special_tokens)
+        return await _aside(message.ByteSize(), partial(self._model.read_prompt, message, add_special_tokens=add_special_tokens))
 
     def _observe_tokens(self, count: int, last: float | None) -> float:
         now = time.monotonic()
@@ -253,6 +259,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         if request.started is not None and request.first_token is not None:
             metrics.queue_time.observe(request.started - request.arrived)
             metrics.first_token.observe(request.first_token - request.arrived)
+
+
+async def _aside(size: int, work: Callable[[], _Result]) -> _Result:
+    """Runs what takes long for large inputs where it does not hold up the loop."""
+    return work() if size <= _INLINE else await asyncio.to_thread(work)
 
 
 def _deadline(context: _Context) -> float | None:

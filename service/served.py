@@ -15,8 +15,6 @@ from service.faults import InvalidField, UnknownModel
 from service.params import Bounds, check_tokens
 from service.tokenizer import Tokenizer, TokenizerError
 
-_MAX_CHARS_PER_TOKEN = 64  # a longer text cannot fit the context unless it is degenerate; it is refused before it is encoded
-
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -57,6 +55,8 @@ class ServedModel:
 
     def detokenise(self, tokens: Sequence[int], *, skip_special: bool) -> str:
         """The text of tokens. Raises InvalidField."""
+        if len(tokens) > self.bounds.chars:
+            raise InvalidField("token_ids", f"has {len(tokens)} tokens; at most {self.bounds.chars} are decoded at a time")
         check_tokens("token_ids", tokens, vocab=self.bounds.vocab)
         return decode(self._need_tokenizer("token_ids").bytes_of, tokens, skip_special=skip_special)
 
@@ -86,6 +86,10 @@ class ServedModel:
             licence=self.artifact.licence,
         )
 
+    def _check_length(self, name: str, chars: int) -> None:
+        if chars > self.bounds.chars:
+            raise InvalidField(name, f"has {chars} characters; a prompt for this model can have {self.bounds.chars}")
+
     def _need_tokenizer(self, name: str) -> Tokenizer:
         if self.tokenizer is None:
             raise InvalidField(name, "this model has no tokenizer; give token ids and read token ids")
@@ -94,6 +98,8 @@ class ServedModel:
     def _read_tokens(self, message: pb.TokenIds) -> Prompt:
         if not message.ids:
             raise InvalidField("tokens.ids", "is empty; give at least one token")
+        if len(message.ids) > self.bounds.max_context:
+            raise InvalidField("tokens.ids", f"has {len(message.ids)} tokens; the context holds {self.bounds.max_context}")
         check_tokens("tokens.ids", message.ids, vocab=self.bounds.vocab)
         return Prompt(list(message.ids), "tokens.ids")
 
@@ -109,9 +115,12 @@ class ServedModel:
             raise InvalidField("chat", "this model has no chat template; give text")
         if not chat.messages:
             raise InvalidField("chat.messages", "is empty; give at least one message")
+        if len(chat.messages) > self.bounds.max_context:
+            raise InvalidField("chat.messages", f"has {len(chat.messages)} entries; the context holds {self.bounds.max_context} tokens")
         for index, message in enumerate(chat.messages):
             if not message.role:
                 raise InvalidField(f"chat.messages[{index}].role", "is empty; say who speaks, such as user")
+        self._check_length("chat", sum(len(message.role) + len(message.content) for message in chat.messages))
         header = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
         try:
             turns = [{"role": message.role, "content": message.content} for message in chat.messages]
@@ -125,9 +134,7 @@ class ServedModel:
 
     def _encode(self, name: str, text: str, *, first: int | None, add_special_tokens: bool) -> list[int]:
         tokenizer = self._need_tokenizer(name)
-        limit = self.bounds.max_context * _MAX_CHARS_PER_TOKEN
-        if len(text) > limit:
-            raise InvalidField(name, f"has {len(text)} characters; a prompt for this model can have {limit}")
+        self._check_length(name, len(text))
         try:
             tokens = tokenizer.encode(text, add_special_tokens=add_special_tokens)
         except TokenizerError as error:

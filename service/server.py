@@ -32,6 +32,7 @@ from service.health import LIVENESS, READINESS, HealthServicer, can_serve
 from service.inference import InferenceServicer
 from service.metrics import Metrics, Snapshot
 from service.plan import Limits
+from service.reading import ReadingInterceptor
 from service.scheduler import Scheduler
 from service.served import ServedModel, make_served
 from workers.team import Team, TeamConfig
@@ -47,10 +48,10 @@ _SERVICES = (
 )
 
 
-def channel_options(config: ServeConfig) -> list[tuple[str, int]]:
+def channel_options(max_message_bytes: int) -> list[tuple[str, int]]:
     """Clients may ping every 10 s, also while nothing is sent, and are pinged each 30 s, so that a dead one is noticed."""
     return [
-        ("grpc.max_receive_message_length", config.max_message_bytes),
+        ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", -1),
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 20_000),
@@ -191,7 +192,9 @@ class Server:
             raise ConfigError(f"metrics cannot be served on {where}: {error.strerror or error}; choose another metrics_port") from error
 
     async def _listen(self) -> None:
-        server = grpc.aio.server(options=channel_options(self.config), maximum_concurrent_rpcs=self.config.rpcs)
+        options = channel_options(self.config.max_message_bytes or self.model.bounds.message_bytes)
+        checks = (ReadingInterceptor(self.metrics),)
+        server = grpc.aio.server(options=options, maximum_concurrent_rpcs=self.config.rpcs, interceptors=checks)
         inference_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(self.model, self.desk, self.metrics), server)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, server)
         reflection.enable_server_reflection(_SERVICES, server)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from colibri.v1 import inference_pb2 as pb
 from service.client import chat, generate_request
-from tests.integration.serving import Serving, fields_at_fault, reason, retry_seconds, serving, until
+from tests.integration.serving import PATIENCE, Serving, fields_at_fault, reason, retry_seconds, serving, until
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 CONTEXT = 512
@@ -110,6 +112,79 @@ def test_token_ids_out_of_the_vocabulary_cannot_be_detokenised(server: Serving) 
 
 def test_a_message_too_big_is_refused_by_size(server: Serving) -> None:
     assert refused(server, generate_request("x" * (2 << 20))).code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+class Raw:
+    """Any bytes as a request to any method."""
+
+    def __init__(self, server: Serving) -> None:
+        self._channel = server.client.channel
+
+    def refused(self, method: str, body: bytes, *, kind: str = "unary_unary") -> grpc.RpcError:
+        call = getattr(self._channel, kind)(f"/{method}", request_serializer=bytes, response_deserializer=bytes)
+        given = iter([body]) if kind == "stream_stream" else body
+        with pytest.raises(grpc.RpcError) as caught:
+            list(call(given, timeout=PATIENCE))
+        return caught.value
+
+
+UNREADABLE = {
+    "not UTF-8": b"\x0a\x02\xff\xfe",
+    "overlong UTF-8": b"\x0a\x02\xc0\x80",
+    "a surrogate": b"\x0a\x03\xed\xa0\x80",
+    "cut off": b"\x0a\x7fabc",
+    "endless number": b"\xff" * 12,
+    "field 0": b"\x02\x01a",
+    "unopened group": b"\x0c",
+    "groups too deep": (99 << 3 | 3).to_bytes(2, "little") * 50_000,
+}
+METHODS = {
+    "colibri.v1.Inference/Generate": "unary_stream",
+    "colibri.v1.Inference/Score": "unary_unary",
+    "colibri.v1.Inference/GetModel": "unary_unary",
+    "grpc.health.v1.Health/Check": "unary_unary",
+    "grpc.health.v1.Health/Watch": "unary_stream",
+    "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": "stream_stream",
+}
+
+
+@pytest.mark.parametrize("body", UNREADABLE.values(), ids=UNREADABLE)
+@pytest.mark.parametrize("method", METHODS)
+def test_bytes_that_are_no_message_are_the_callers_mistake(
+    server: Serving, method: str, body: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    error = Raw(server).refused(method, body, kind=METHODS[method])
+    assert error.code() is INVALID
+    assert reason(error) == "UNREADABLE_REQUEST"
+    assert "Traceback" not in caplog.text
+    server.wait_idle()
+
+
+def test_what_a_caller_wrote_is_repeated_to_it_only_in_part(server: Serving) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        server.client.model("é☃" * 100_000)
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+    with pytest.raises(grpc.RpcError) as caught:
+        health_pb2_grpc.HealthStub(server.client.channel).Check(health_pb2.HealthCheckRequest(service="☃" * 100_000))
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+def test_more_than_the_context_can_hold_is_refused_by_count_alone(server: Serving) -> None:
+    assert fields_at_fault(refused(server, generate_request(tokens=[512] * 200_000))) == ["tokens.ids"]
+    assert fields_at_fault(refused(server, generate_request(messages=[("u", "")] * 20_000))) == ["chat.messages"]
+    with pytest.raises(grpc.RpcError) as caught:
+        server.client.detokenize([70] * (CONTEXT * 64 + 1))
+    assert fields_at_fault(caught.value) == ["token_ids"]
+    assert len(server.client.detokenize([70] * (CONTEXT * 64))) == CONTEXT * 64
+
+
+def test_the_size_of_a_request_is_bounded_by_what_the_model_can_take(tiny_model: Path) -> None:
+    with serving(tiny_model) as running:
+        limit = running.server.model.bounds.message_bytes
+        assert limit < 2 << 20
+        with pytest.raises(grpc.RpcError) as caught:
+            running.client.complete(generate_request("x" * limit))
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 def test_overload_is_refused_with_a_time_to_come_back_and_harms_nobody_else(server: Serving) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import grpc
 import pytest
 from google.rpc.status_pb2 import Status
@@ -11,6 +13,7 @@ from service.errors import refusal
 
 CASES = [
     (faults.InvalidField("max_tokens", "is 0"), grpc.StatusCode.INVALID_ARGUMENT, {"BadRequest"}),
+    (faults.UnreadableRequest("corrupt"), grpc.StatusCode.INVALID_ARGUMENT, {"ErrorInfo"}),
     (faults.UnknownModel("gpt", served="m"), grpc.StatusCode.NOT_FOUND, {"ErrorInfo", "ResourceInfo"}),
     (faults.QueueFull("full", retry_after=1.0), grpc.StatusCode.RESOURCE_EXHAUSTED, {"RetryInfo", "ErrorInfo"}),
     (faults.ClientTooSlow(64), grpc.StatusCode.RESOURCE_EXHAUSTED, {"ErrorInfo"}),
@@ -44,3 +47,12 @@ def test_every_kind_of_fault_is_covered() -> None:
 
 def test_a_bug_does_not_tell_its_innards() -> None:
     assert "secret" not in refusal(ValueError("secret")).sentence
+
+
+@pytest.mark.parametrize("text", ["m", "é☃", "\U0001f40d", "\0"], ids=["ascii", "wide", "widest", "escaped"])
+@pytest.mark.parametrize("fault", [lambda text: faults.UnknownModel(text, served="m"), lambda text: faults.InvalidField("chat", text)])
+def test_a_status_fits_the_headers_it_travels_in_whatever_the_caller_wrote(fault: Callable[[str], faults.Fault], text: str) -> None:
+    status = refusal(fault(text * 1_000_000)).status()
+    escaped = sum(1 if 0x20 <= byte < 0x7F else 3 for byte in status.details.encode())
+    packed = sum(len(value) for _, value in status.trailing_metadata)
+    assert escaped + packed * 4 / 3 < 8000
