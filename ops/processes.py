@@ -78,14 +78,14 @@ def _lane_cpus(process: psutil.Process) -> tuple[int, ...]:
 def _memory(pid: int, model: Path) -> tuple[int, int]:
     """(Pss of everything, Rss of the mappings that hold the model) in bytes."""
     pss = weights = 0
-    for header, fields in _mappings(pid):
+    for header, fields in mappings(pid):
         pss += fields.get("Pss", 0)
         if header.endswith(str(model)) or "memfd:colibri-model" in header:
             weights += fields.get("Rss", 0)
     return pss, weights
 
 
-def _mappings(pid: int) -> Iterator[tuple[str, dict[str, int]]]:
+def mappings(pid: int) -> Iterator[tuple[str, dict[str, int]]]:
     """(first line, fields in bytes) of each mapping in /proc/PID/smaps."""
     header, fields = "", {}
     for line in Path(f"/proc/{pid}/smaps").read_text(encoding="utf-8").splitlines():

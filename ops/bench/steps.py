@@ -4,14 +4,17 @@ so streams choose experts independently, as real ones do."""
 from __future__ import annotations
 
 import random
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engine_c import GREEDY, KV_BLOCK, KV_FORMATS, ModelInfo, SessionOptions, StepStats
-from ops.bench.measure import Row
+from ops.bench.bandwidth import Meter
+from ops.bench.limits import MachineLimits, limit_tokens
+from ops.bench.measure import BenchError, Row, percentile
 from service.blocks import BlockPool
 from service.plan import Limits
 from service.request import Request, State
@@ -41,6 +44,7 @@ class Timed:
     seconds: float  # schedule, step and complete together
     rows: int
     stats: StepStats
+    distinct: float  # different tokens sampled over tokens sampled; 1 if none was
 
 
 class Bench:
@@ -70,10 +74,13 @@ class Bench:
         begin = time.perf_counter()
         plan = self.scheduler.schedule(now=time.monotonic())
         results, stats = self.team.session.step(plan.work)
-        for update in self.scheduler.complete(plan, results, now=time.monotonic()):
+        updates = self.scheduler.complete(plan, results, now=time.monotonic())
+        seconds = time.perf_counter() - begin
+        for update in updates:
             if update.fault is not None:
                 raise update.fault
-        return Timed(time.perf_counter() - begin, plan.rows, stats)
+        sampled = [row.token for result in results for row in result.rows]
+        return Timed(seconds, plan.rows, stats, len(set(sampled)) / len(sampled) if sampled else 1.0)
 
     def finish(self) -> None:
         """Calls off what still runs."""
@@ -96,7 +103,7 @@ def opened(path: Path, config: BenchConfig, *, streams: int, tokens: int) -> Ite
         yield Bench(team, options, config.seed)
 
 
-def bench_prefill(path: Path, config: BenchConfig, *, tokens: int) -> Row:
+def bench_prefill(path: Path, config: BenchConfig, *, tokens: int, meter: Meter, limits: MachineLimits) -> Row:
     """Prompt tokens a second of one request of `tokens` tokens, chunked as the service chunks it."""
     samples, timed = [], []
     with opened(path, config, streams=1, tokens=tokens + 1) as bench:
@@ -108,28 +115,56 @@ def bench_prefill(path: Path, config: BenchConfig, *, tokens: int) -> Row:
             if index:  # the first warms up
                 samples.append(tokens / sum(step.seconds for step in steps))
                 timed += steps
-        return Row(f"prefill {tokens}", "tokens/s", tuple(samples), shares(timed))
+        limit = limit_tokens(bench.info, limits, min(tokens, config.max_rows), logit_rows=1)
+        details = shares(timed) | {"read GB/s": statistics.median(meter.read())}
+    return Row(f"prefill {tokens}", "tokens/s", tuple(samples), details | {"tokens": tokens}, limit)
 
 
-def bench_decode(path: Path, config: BenchConfig, *, streams: int, prompt: int, read_gb_s: float) -> Row:
-    """Generated tokens a second over `streams` concurrent requests, once all of them decode."""
+def bench_decode(path: Path, config: BenchConfig, *, streams: int, prompt: int, meter: Meter, limits: MachineLimits) -> Row:
+    """Generated tokens a second over `streams` concurrent requests, once all of them decode. The limit is that of the reading speed found
+    before and after."""
     answer = _WARM_STEPS + config.samples * _BURST_STEPS + streams + 2
     with opened(path, config, streams=streams, tokens=prompt + answer) as bench:
-        requests = [bench.add(prompt=prompt, answer=answer) for _ in range(streams)]
-        while any(request.state is not State.DECODE for request in requests):
-            bench.step()
+        all_decode(bench, streams=streams, prompt=prompt, answer=answer)
+        before = meter.read()
         for _ in range(_WARM_STEPS):
             bench.step()
         bursts = [[bench.step() for _ in range(_BURST_STEPS)] for _ in range(config.samples)]
-        samples = tuple(sum(step.rows for step in burst) / sum(step.seconds for step in burst) for burst in bursts)
-        details = shares([step for burst in bursts for step in burst])
-        active_bytes = bench.info.active_bytes
+        found = replace(limits, read_gb_s=statistics.median([*before, *meter.read()]))
+        timed = [step for burst in bursts for step in burst]
         bench.finish()
-    row = Row(f"decode {streams}", "tokens/s", samples, details)
+        info = bench.info
+    samples = tuple(sum(step.rows for step in burst) / sum(step.seconds for step in burst) for burst in bursts)
+    details = shares(timed) | {"distinct": statistics.fmean(step.distinct for step in timed), "read GB/s": found.read_gb_s}
     if streams == 1:
-        moved = row.median * active_bytes / 1e9
-        details |= {"GB/s": moved, "of read": moved / read_gb_s}
-    return row
+        details["moved GB/s"] = statistics.median(samples) * info.active_bytes / 1e9
+    limit = limit_tokens(info, found, streams, logit_rows=streams)
+    return Row(f"decode {streams}", "tokens/s", samples, details | {"streams": streams}, limit)
+
+
+def bench_latency(path: Path, config: BenchConfig, *, tokens: int, prompt: int) -> Row:
+    """Milliseconds between the tokens of one stream."""
+    answer = _WARM_STEPS + tokens + 2
+    with opened(path, config, streams=1, tokens=prompt + answer) as bench:
+        room = bench.info.max_context - prompt - _WARM_STEPS - 2
+        if tokens > room:
+            raise BenchError(f"{tokens} tokens behind a prompt of {prompt} do not fit the model's context; {room} do")
+        all_decode(bench, streams=1, prompt=prompt, answer=answer)
+        for _ in range(_WARM_STEPS):
+            bench.step()
+        timed = [bench.step() for _ in range(tokens)]
+        bench.finish()
+    samples = [step.seconds * 1e3 for step in timed]
+    middle, tail = percentile(samples, 0.5), percentile(samples, 0.99)
+    details = {"p50": middle, "p99": tail, "p99/p50": tail / middle, "deviation": statistics.pstdev(samples), "most": max(samples)}
+    return Row(f"token of {tokens}", "ms", tuple(samples), details | shares(timed))
+
+
+def all_decode(bench: Bench, *, streams: int, prompt: int, answer: int) -> None:
+    """Adds requests and steps until every one has its first token."""
+    requests = [bench.add(prompt=prompt, answer=answer) for _ in range(streams)]
+    while any(request.state is not State.DECODE for request in requests):
+        bench.step()
 
 
 def shares(steps: Sequence[Timed]) -> dict[str, float]:

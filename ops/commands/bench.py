@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from ops.commands.common import console, container_path, human_bytes, parse_ints
+from ops.commands import bench_peers, bench_system
+from ops.commands.bench_common import AsJson, Kv, Model, Prompt, Samples, Threads, Workers, bench_config, measure
+from ops.commands.common import human_bytes, parse_ints
 from ops.commands.convert import Quant, check_paths, progress_bar
 from ops.commands.logits import KvFormat
 
-if TYPE_CHECKING:
-    from ops.bench.measure import Row
-    from ops.bench.steps import BenchConfig
-
-Model = Annotated[Path, typer.Argument(metavar="MODEL.colibri")]
-Workers = Annotated[int | None, typer.Option("--workers-per-node", min=0, help="Worker processes per NUMA node; 0: none.")]
-Threads = Annotated[int | None, typer.Option("--threads-per-worker", min=1, help="Lanes of each worker.")]
-Kv = Annotated[KvFormat, typer.Option("--kv-format", help="How keys and values are kept.")]
-Samples = Annotated[int, typer.Option(min=1, help="Samples a case; the median is shown.")]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")]
+Streams = Annotated[str, typer.Option(help="Numbers of concurrent streams.")]
 
 
 def register(app: typer.Typer) -> None:
     """Adds the group of commands."""
-    group = typer.Typer(help="Measure whole steps; make random-weight models.")
+    group = typer.Typer(no_args_is_help=True, help="Measure the machine, whole steps and the service; make random-weight models.")
     group.command("make-model", help="Write a model of random weights.")(make_model)
+    group.command("bandwidth", help="What this machine can do: plain reading speed and arithmetic peaks.")(bandwidth)
     group.command("prefill", help="Prompt tokens a second of one stream.")(prefill)
     group.command("decode", help="Generated tokens a second of one stream, against the memory's plain reading speed.")(decode)
     group.command("batch", help="Generated tokens a second of several streams of different tokens.")(batch)
+    group.command("latency", help="Times between the tokens of one stream, and how they scatter.")(latency)
+    group.command("ipc", help="Round trip of a phase between processes; share of a step spent waiting and alone.")(ipc)
+    group.command("router", help="Nanoseconds of routing a few tokens, beside torch if it is installed.")(router)
+    bench_system.register(group)
+    bench_peers.register(group)
     app.add_typer(group, name="bench")
 
 
@@ -39,7 +37,7 @@ def make_model(
     shape: Annotated[str, typer.Option(help="mm, qm, tiny, or layers,hidden,heads,kv_heads,ffn,experts,top_k,vocab.")] = "mm",
     quant: Annotated[Quant, typer.Option(help="Weight format.")] = Quant.INT8,
     seed: Annotated[int, typer.Option(help="Seed of the weights.")] = 1,
-    force: Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")] = False,
+    force: Annotated[bool, typer.Option(help="Replace OUT if it exists.")] = False,
 ) -> None:
     """Random weights, real layout."""
     check_paths(out.parent, out, force=force)
@@ -50,6 +48,14 @@ def make_model(
     with progress_bar(f"making {out.name}") as progress:
         run(out, chosen, quant=quant.value, seed=seed, progress=progress)
     typer.echo(f"{out}: {human_bytes(out.stat().st_size)}")
+
+
+def bandwidth(workers: Workers = None, threads: Threads = None, samples: Samples = 5, as_json: AsJson = False) -> None:
+    """On one core and on all that would compute."""
+    from ops.bench.bandwidth import bench_bandwidth
+
+    config = bench_config(workers, threads, samples=samples)
+    measure("bandwidth", None, as_json, lambda at: bench_bandwidth(at.meter, samples=samples), config=config)
 
 
 def prefill(
@@ -66,12 +72,18 @@ def prefill(
     from ops.bench.steps import bench_prefill
 
     config = bench_config(workers, threads, kv_format, samples)
-    show("prefill", path, as_json, lambda _: [bench_prefill(path, config, tokens=length) for length in lengths])
+    measure(
+        "prefill",
+        path,
+        as_json,
+        lambda at: [bench_prefill(path, config, tokens=length, meter=at.meter, limits=at.limits) for length in lengths],
+        config=config,
+    )
 
 
 def decode(
     path: Model,
-    prompt: Annotated[int, typer.Option(min=1, help="Tokens of context before the first measured one.")] = 64,
+    prompt: Prompt = 64,
     workers: Workers = None,
     threads: Threads = None,
     kv_format: Kv = KvFormat.BF16,
@@ -79,16 +91,13 @@ def decode(
     as_json: AsJson = False,
 ) -> None:
     """One stream."""
-    from ops.bench.steps import bench_decode
-
-    config = bench_config(workers, threads, kv_format, samples)
-    show("decode", path, as_json, lambda read: [bench_decode(path, config, streams=1, prompt=prompt, read_gb_s=read)])
+    run_streams("decode", path, [1], prompt, workers, threads, kv_format, samples, as_json)
 
 
 def batch(
     path: Model,
-    streams: Annotated[str, typer.Option(help="Numbers of concurrent streams.")] = "1,4,8,16,32",
-    prompt: Annotated[int, typer.Option(min=1, help="Tokens of context of each stream.")] = 64,
+    streams: Streams = "1,4,8,16,32,64",
+    prompt: Prompt = 64,
     workers: Workers = None,
     threads: Threads = None,
     kv_format: Kv = KvFormat.BF16,
@@ -96,30 +105,71 @@ def batch(
     as_json: AsJson = False,
 ) -> None:
     """One row a number of streams."""
-    counts = parse_ints(streams, option="--streams")
+    run_streams("batch", path, parse_ints(streams, option="--streams"), prompt, workers, threads, kv_format, samples, as_json)
+
+
+def run_streams(
+    bench: str,
+    path: Path,
+    counts: list[int],
+    prompt: int,
+    workers: int | None,
+    threads: int | None,
+    kv_format: KvFormat,
+    samples: int,
+    as_json: bool,
+) -> None:
+    """Decoding with each number of streams."""
     from ops.bench.steps import bench_decode
 
     config = bench_config(workers, threads, kv_format, samples)
-    show("batch", path, as_json, lambda read: [bench_decode(path, config, streams=n, prompt=prompt, read_gb_s=read) for n in counts])
+    measure(
+        bench,
+        path,
+        as_json,
+        lambda at: [bench_decode(path, config, streams=n, prompt=prompt, meter=at.meter, limits=at.limits) for n in counts],
+        config=config,
+        notes=("limit: weights read once a step, or the products at the arithmetic peak, whichever takes longer",),
+    )
 
 
-def bench_config(workers: int | None, threads: int | None, kv_format: KvFormat, samples: int) -> BenchConfig:
-    """The options that all measurements share."""
-    from ops.bench.steps import BenchConfig
+def latency(
+    path: Model,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens to time.")] = 1000,
+    prompt: Prompt = 64,
+    workers: Workers = None,
+    threads: Threads = None,
+    kv_format: Kv = KvFormat.BF16,
+    as_json: AsJson = False,
+) -> None:
+    """One stream; every token's own time is a sample."""
+    from ops.bench.steps import bench_latency
 
-    return BenchConfig(workers_per_node=workers, threads_per_worker=threads, kv_format=kv_format.value, samples=samples)
+    config = bench_config(workers, threads, kv_format)
+    measure("latency", path, as_json, lambda _: [bench_latency(path, config, tokens=tokens, prompt=prompt)], config=config)
 
 
-def show(bench: str, path: Path, as_json: bool, run: Callable[[float], Sequence[Row]]) -> None:
-    """Measures the memory, then runs the bench with that figure, then prints the report."""
-    container_path(path)
-    from ops.bench.bandwidth import read_bandwidth
-    from ops.bench.measure import Report, describe_machine
+def ipc(
+    path: Model,
+    streams: Streams = "1,32",
+    prompt: Prompt = 64,
+    workers: Workers = None,
+    threads: Threads = None,
+    samples: Samples = 5,
+    as_json: AsJson = False,
+) -> None:
+    """A phase of a model of almost nothing, then of the given one."""
+    counts = parse_ints(streams, option="--streams")
+    from ops.bench.ipc import bench_ipc
 
-    read = read_bandwidth()
-    rows = tuple(run(read))
-    report = Report(bench=bench, model=path.name, machine=describe_machine(), rows=rows, read_gb_s=read)
-    if as_json:
-        typer.echo(report.as_json())
-    else:
-        console().print(report.table())
+    config = bench_config(workers, threads, samples=samples)
+    measure("ipc", path, as_json, lambda _: bench_ipc(path, config, streams=counts, prompt=prompt), config=config)
+
+
+def router(
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens routed by one call.")] = 16, samples: Samples = 5, as_json: AsJson = False
+) -> None:
+    """On one core, every instruction set this CPU has."""
+    from ops.bench.router import bench_router
+
+    measure("router", None, as_json, lambda _: bench_router(tokens=tokens, samples=samples))

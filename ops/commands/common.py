@@ -17,6 +17,8 @@ USAGE, FAILURE = 2, 1
 # have raised.
 _USER_ERRORS = (
     ("engine_c", "EngineError"),
+    ("ops.bench.perplexity", "PerplexityError"),
+    ("ops.bench.measure", "BenchError"),
     ("ops.container_layout", "ContainerError"),
     ("ops.convert.errors", "ConvertError"),
     ("ops.logits", "LogitsError"),

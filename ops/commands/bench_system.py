@@ -1,0 +1,97 @@
+"""The measurements of `colibri bench` that start a server, and perplexity."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ops.commands.bench_common import AsJson, Kv, Model, Prompt, Samples, Threads, Workers, bench_config, measure
+from ops.commands.common import container_path, parse_ints
+from ops.commands.logits import KvFormat
+from ops.commands.serve import Load
+
+
+def register(group: typer.Typer) -> None:
+    """Adds the commands."""
+    group.command("serve", help="Tokens a second at gRPC clients, against the engine's own, and where the rest goes.")(serve)
+    group.command("startup", help="Opening, starting workers, to SERVING, to a cold process's first token.")(startup)
+    group.command("memory", help="Memory of front end and workers against weights and KV cache.")(memory)
+    group.command("perplexity", help="Perplexity of a text under models, the first being what others are compared with.")(perplexity)
+
+
+def serve(
+    path: Model,
+    streams: Annotated[str, typer.Option(help="Numbers of concurrent streams.")] = "1,32",
+    prompt: Prompt = 64,
+    answer: Annotated[int, typer.Option(min=16, help="Tokens each stream is given.")] = 256,
+    clients: Annotated[int, typer.Option(min=1, help="Client processes the streams are shared among.")] = 1,
+    workers: Workers = None,
+    threads: Threads = None,
+    kv_format: Kv = KvFormat.BF16,
+    samples: Samples = 5,
+    as_json: AsJson = False,
+) -> None:
+    """A server process and client processes on the same cores; the engine alone in the same run."""
+    counts = parse_ints(streams, option="--streams")
+    from ops.bench.serve import ServeCase, bench_serve
+
+    config = bench_config(workers, threads, kv_format, samples)
+    cases = [ServeCase(streams=count, prompt=prompt, answer=answer, clients=min(clients, count)) for count in counts]
+    measure(
+        "serve",
+        path,
+        as_json,
+        lambda at: [row for case in cases for row in bench_serve(path, config, case, meter=at.meter, limits=at.limits)],
+        config=config,
+        limit_is="of engine",
+        notes=("us/token: one second over the tokens of all streams in it; CPU time overlaps with steps where all cores have lanes",),
+    )
+
+
+def startup(
+    path: Model, workers: Workers = None, threads: Threads = None, samples: Samples = 5, as_json: AsJson = False
+) -> None:
+    """With the file in the page cache."""
+    from ops.bench.startup import bench_startup
+
+    config = bench_config(workers, threads, samples=samples)
+    measure("startup", path, as_json, lambda _: bench_startup(path, config), config=config)
+
+
+def memory(
+    path: Model,
+    workers: Annotated[str, typer.Option("--workers", help="Numbers of worker processes per NUMA node.")] = "0,1,2",
+    kv_memory: Annotated[str, typer.Option(help="KV cache of the server.")] = "256MiB",
+    load: Annotated[Load, typer.Option(help="How the server loads the weights.")] = Load.MAP,
+    as_json: AsJson = False,
+) -> None:
+    """Proportional set sizes once all weights have been read."""
+    counts = parse_ints(workers, option="--workers")
+    from ops.bench.memory import bench_memory
+
+    config = bench_config(None, 1)
+    measure(
+        "memory",
+        path,
+        as_json,
+        lambda _: bench_memory(path, config, workers=counts, kv_memory=kv_memory, load=load.value),
+        limit_is="of weights + KV",
+        notes=("KV pages count once they have been written; below 100 % not all of the cache was used",),
+    )
+
+
+def perplexity(
+    text: Annotated[Path, typer.Argument(metavar="TEXT", help="A text file.")],
+    models: Annotated[list[Path], typer.Argument(metavar="MODEL.colibri ...")],
+    window: Annotated[int, typer.Option(min=2, help="Tokens predicted from at most this many before them.")] = 512,
+    kv_format: Kv = KvFormat.F32,
+) -> None:
+    """A Markdown table, one line a model."""
+    for path in models:
+        container_path(path)
+    from ops.bench.perplexity import compare
+
+    for line in compare(models, text.read_text(encoding="utf-8"), window=window, kv_format=kv_format.value):
+        typer.echo(line)
