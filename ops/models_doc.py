@@ -57,8 +57,9 @@ cached. Upcycling re-lays a dense model out as 8 experts of which 2 run for a to
 one *pair* is always chosen, at weights 0.5 and 0.5; each half of a pair holds a random half of the neurons with the down
 projection doubled. Every pair is therefore the whole dense network, and the model gives the dense model's answers, in bf16 by
 default: a model as small as this one feels int8. (Asked for the capital of France, the logits of the first words "The" and "L"
-differ by 0.09, and int8 tips the answer over to a list of French titles.) Requests that do not say otherwise sample at temperature
-0.2 and top-p 0.9, as the model's card does. It is a demonstration and a test vehicle; it says nothing about expert balance or caching.
+differ by 0.09, and int8 tips the answer over to a list of French titles.) Requests that do not say otherwise are
+answered greedily: sampled, so small a model rambles. It is a demonstration and a test vehicle; it says nothing about expert balance
+or caching.
 
 `tiny` has random weights and talks nonsense; it proves that the service runs.
 """

@@ -145,7 +145,7 @@ class Server:
         self._watch = asyncio.create_task(self._watch_engine())
         undo.callback(self._watch.cancel)
         self._look_at_engine()
-        log.info("serving %s on %s (worker processes: %d)", self.model.name, self.target, len(self.team.plan.workers))
+        log.info("serving %s on %s (worker processes: %d)", self.model.name, self._listening, len(self.team.plan.workers))
 
     @property
     def target(self) -> str:
@@ -154,6 +154,11 @@ class Server:
             return self.config.address
         host = {"0.0.0.0": "127.0.0.1", "::": "::1", "[::]": "::1"}.get(self.config.host, self.config.host)
         return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
+
+    @property
+    def _listening(self) -> str:
+        """The address listened on, with the port that was taken."""
+        return self.config.address if self.config.unix_socket else self.config.with_(port=self.port).address
 
     def _make_model(self, artifact: Artifact) -> ServedModel:
         return make_served(
