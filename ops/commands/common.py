@@ -60,7 +60,8 @@ def describe_rpc(failure: Exception) -> str:
     code, details = getattr(failure, "code", None), getattr(failure, "details", None)
     name = code().name if callable(code) and code() is not None else "UNKNOWN"
     sentence = details() if callable(details) else str(failure)
-    remedy = " (is the server running? start one with `colibri serve`)" if name == "UNAVAILABLE" else ""
+    unreachable = name == "UNAVAILABLE" and ("failed to connect" in str(sentence) or "resolv" in str(sentence))
+    remedy = " (is the server running? start one with `colibri serve`)" if unreachable else ""
     return f"{name}: {sentence}{remedy}"
 
 

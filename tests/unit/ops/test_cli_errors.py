@@ -65,9 +65,9 @@ def test_wrong_usage_is_code_2_and_named(
         (["serve", "absent.colibri"], "absent.colibri"),
         (["serve", "."], "colibri convert"),
         (["serve", "tiny", "--port", "99999"], "port"),
-        (["health", "localhost:1"], "UNAVAILABLE"),
+        (["health", "localhost:1"], "is the server running?"),
         (["generate", "text", "--target", "localhost:1"], "UNAVAILABLE"),
-        (["chat", "text", "--target", "localhost:1"], "UNAVAILABLE"),
+        (["chat", "text", "--target", "unix:/absent/socket"], "is the server running?"),
         (["logits", "absent.colibri", "--tokens", "@absent.txt", "--out", "o.npz"], "absent.txt"),
     ],
 )
