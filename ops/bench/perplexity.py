@@ -1,6 +1,6 @@
 """Perplexity of a text under a model: what a weight format costs, measured on the engine itself.
 
-    python -m ops.bench.perplexity TEXT MODEL.colibri [MODEL.colibri ...]
+    colibri bench perplexity TEXT MODEL.colibri [MODEL.colibri ...]
 
 The text is tokenised with each model's own tokenizer and cut into windows; in each every token but the first is predicted from those before
 it in the window. If the model's prompts begin with a certain token, that stands in the first one's place. With several models the first is
@@ -9,7 +9,6 @@ the one the others are compared with, token by token.
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -107,18 +106,3 @@ def compare(paths: Sequence[Path], text: str, *, window: int, kv_format: str) ->
         apart = float(np.abs(result.logprobs - first.logprobs).mean())
         size = f"{path.stem} | {path.stat().st_size / 1e6:.0f} | {len(result.logprobs)}"
         yield f"| {size} | {result.perplexity:.3f} | {change:+.2f} % | {same:.1f} % | {apart:.4f} |"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("text", type=Path)
-    parser.add_argument("models", type=Path, nargs="+", metavar="MODEL.colibri")
-    parser.add_argument("--window", type=int, default=WINDOW, help="tokens (%(default)s)")
-    parser.add_argument("--kv-format", choices=sorted(KV_FORMATS), default="f32")
-    arguments = parser.parse_args()
-    for line in compare(arguments.models, arguments.text.read_text(), window=arguments.window, kv_format=arguments.kv_format):
-        print(line, flush=True)
-
-
-if __name__ == "__main__":
-    main()

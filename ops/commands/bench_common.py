@@ -51,10 +51,11 @@ def measure(
     run: Callable[[Meters], Sequence[Row]],
     *,
     config: BenchConfig | None = None,
+    name: str = "this machine",
     limit_is: str = "of limit",
     notes: Sequence[str] = (),
 ) -> Report:
-    """Measures the machine, runs the bench with that, prints the report and returns it."""
+    """Measures the machine, runs the bench with that, prints the report and returns it. `name` is what a bench without a file is of."""
     if path is not None:
         container_path(path)
     import engine_c
@@ -66,8 +67,7 @@ def measure(
     with Meter(lane_cores(workers_per_node=wish[0], threads_per_worker=wish[1])) as meter:
         limits = meter.limits()
         rows = tuple(run(Meters(meter, limits)))
-    name = path.name if path is not None else "this machine"
-    report = Report(bench, name, describe_machine(), rows, limits, limit_is=limit_is, notes=tuple(notes))
+    report = Report(bench, name if path is None else path.name, describe_machine(), rows, limits, limit_is=limit_is, notes=tuple(notes))
     if as_json:
         typer.echo(report.as_json())
     else:
