@@ -5,7 +5,6 @@ Exit codes: 0 success, 1 the command failed, 2 it was called wrongly, 130 interr
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -49,10 +48,6 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return code if isinstance(code, int) else 0
     except (KeyboardInterrupt, typer.Abort):
         return 128 + signal.SIGINT
-    except BrokenPipeError:
-        # The reader of our output has gone (`colibri ... | head`). Keep the interpreter from flushing into it at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
     except Exception as failure:
         described = describe_failure(failure)
         if described is None:

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -71,7 +71,6 @@ class Progress:
 
     alive: bool = False
     busy_since: float | None = None  # start of the step that runs, or of the wait for lanes
-    last_step: float = field(default_factory=time.monotonic)
     lanes_gone: bool = False
 
 
@@ -194,7 +193,7 @@ class EngineThread:
             return self._failed(plan, lambda _: fault)
         finally:
             self.progress.busy_since = None
-        now = self.progress.last_step = time.monotonic()
+        now = time.monotonic()
         totals = _add(self._totals, plan, stats)
         if now >= self._next_look:
             self._next_look = now + _EXPERTS_EVERY

@@ -82,10 +82,6 @@ class Scheduler:
         """Prompt rows that have to run before a request added now."""
         return sum(r.pending for r in self.waiting) + sum(r.pending for r in self.running if r.state is State.PREFILL)
 
-    def next_deadline(self) -> float | None:
-        """The earliest deadline of any request."""
-        return min((r.deadline for r in self.requests.values() if r.deadline is not None), default=None)
-
     def stats(self) -> SchedulerStats:
         """A snapshot."""
         tokens = sum(len(r.prompt) for r in self.waiting)

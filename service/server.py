@@ -96,7 +96,6 @@ class Server:
         self.metrics: Metrics
         self.health: HealthServicer
         self.port = 0  # bound; 0 on a unix socket
-        self._grpc: grpc.aio.Server | None = None
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
         self._watch: asyncio.Task[None] | None = None
@@ -209,7 +208,6 @@ class Server:
             raise ConfigError(f"cannot listen on {self.config.address}: {error}; choose another port or host") from error
         if self.config.unix_socket:
             self.port = 0
-        self._grpc = server
         self._undo.push_async_callback(server.stop, _FAREWELL)
         await server.start()
 

@@ -21,7 +21,7 @@ def without(missing: str) -> Tokenizer:
     return Tokenizer(tokenizer.to_str().encode())
 
 
-@given(st.text(max_size=50))
+@given(st.text(max_size=50).filter(lambda text: "<|" not in text))  # special tokens, which decoding leaves out
 def test_text_survives_the_round_trip(text: str) -> None:
     text = text.encode("utf-8", "ignore").decode()
     assert FULL.decode(FULL.encode(text)) == text
