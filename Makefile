@@ -17,10 +17,10 @@ C_TESTS := $(wildcard engine_c/tests/test_*.c)
 PROTOS := $(shell find proto -name '*.proto') proto/build_proto.py
 PYTHON_CODE := engine_c workers service ops proto tests setup.py
 
-.PHONY: help demo serve test check sanitize fuzz bench proto engine clean
+.PHONY: help demo serve test test-arm check sanitize fuzz bench proto engine clean
 
 help: ## list the targets
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 # ---------------------------------------------------------------- environment
 # Stamps in $(VENV): a second run needs no pip and no network. A change of C or proto files rebuilds just those.
@@ -77,18 +77,20 @@ LIBS := -lm -pthread
 
 # Variants of the library's objects and the test programs: build/<variant>/...
 FLAGS_plain := $(CFLAGS)
+FLAGS_arm := $(CFLAGS) -static
+CC_arm := aarch64-linux-gnu-gcc
 FLAGS_asan := -std=gnu11 -O1 -g -fno-omit-frame-pointer -ffp-contract=off -fsanitize=address,undefined -fno-sanitize-recover=all
 FLAGS_tsan := -std=gnu11 -O1 -g -fno-omit-frame-pointer -ffp-contract=off -fsanitize=thread
 
 define variant
 build/$(1)/%.o: %.c
 	@mkdir -p $$(@D)
-	@$$(CC) $$(FLAGS_$(1)) $$(INCLUDES) -MMD -MP -c $$< -o $$@
+	@$$(or $$(CC_$(1)),$$(CC)) $$(FLAGS_$(1)) $$(INCLUDES) -MMD -MP -c $$< -o $$@
 build/$(1)/test_%: build/$(1)/engine_c/tests/test_%.o $$(LIB_C:%.c=build/$(1)/%.o)
-	@$$(CC) $$(FLAGS_$(1)) $$^ $$(LIBS) -o $$@
+	@$$(or $$(CC_$(1)),$$(CC)) $$(FLAGS_$(1)) $$^ $$(LIBS) -o $$@
 -include $$(wildcard build/$(1)/engine_c/*/*.d)
 endef
-$(foreach v,plain asan tsan,$(eval $(call variant,$(v))))
+$(foreach v,plain arm asan tsan,$(eval $(call variant,$(v))))
 .SECONDARY:
 
 build/libcolibri.so: $(LIB_C:%.c=build/plain/%.o)
@@ -108,6 +110,18 @@ check: $(READY) $(VENV)/.dev ## lint, types, C warnings as errors with every com
 	  if command -v $$cc >/dev/null; then echo "$$cc -Werror"; \
 	    for f in $(LIB_C) $(C_TESTS); do $$cc $(CFLAGS) -O1 $(INCLUDES) -c $$f -o /dev/null; done; \
 	  else echo "NOTE: no $$cc here: C warnings not checked with it"; fi; done
+
+# Every C test on an emulated CPU with all there is, the kernels once more on one without the dot product. The slowest come first.
+QEMU_ARM := qemu-aarch64-static
+ARM_FIRST := test_sampler test_team
+ARM_TESTS := $(ARM_FIRST) $(filter-out $(ARM_FIRST),$(C_TESTS:engine_c/tests/%.c=%))
+ARM_RUNS := $(ARM_TESTS:%=max:%) cortex-a53:test_gemm cortex-a53:test_kernels cortex-a53:test_attend
+test-arm: ## the C tests for 64-bit Arm (NEON), cross-compiled and under emulation
+	@for tool in $(CC_arm) $(QEMU_ARM); do command -v $$tool >/dev/null || { \
+	  echo "test-arm needs $$tool. Debian: apt-get install gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user-static" >&2; exit 1; }; done
+	@$(MAKE) --no-print-directory -j2 $(ARM_TESTS:%=build/arm/%)
+	@printf '%s\n' $(ARM_RUNS) | xargs -P 2 -I RUN bash -c 'run=RUN; cpu=$${run%:*}; test=$${run#*:}; \
+	  $(QEMU_ARM) -cpu $$cpu build/arm/$$test >/dev/null && echo "passed: $$test on $$cpu" || { echo "FAILED: $$test on $$cpu" >&2; exit 1; }'
 
 ASAN := ASAN_OPTIONS=detect_leaks=1:abort_on_error=1 UBSAN_OPTIONS=print_stacktrace=1
 sanitize: $(READY) $(VENV)/.dev $(C_TESTS:engine_c/tests/%.c=build/asan/%) build/tsan/test_team ## C and Python tests under ASan and UBSan, the team under TSan

@@ -1,11 +1,15 @@
 /* gemm_neon.c - matrix products for Advanced SIMD of AArch64, the integer ones with the dot product where the CPU has it. All of them equal the
  * generic ones bit by bit; bf16 too, since a lane widens to f32 and sums k in ascending order.
  *
- * A pass over the columns computes R rows x C columns of 4 outputs; a panel is eight such columns. One row takes a panel in one pass, so that
+ * A pass over the columns computes R rows x C columns of 4 outputs; a panel is eight such columns. Few rows take a panel in one pass, so that
  * cold weights are streamed once; more rows take it in several, for 32 registers. All bodies have R and C constant and are unrolled in full. */
 #include "gemm.h"
 
 #if defined(__aarch64__)
+/* Scheduled before registers are assigned, GCC loads a whole step's weights ahead and spills sums. */
+#if !defined(__clang__)
+#pragma GCC optimize("no-schedule-insns")
+#endif
 #include <arm_neon.h>
 
 #include "cpu.h"
@@ -43,8 +47,6 @@
     body(R, 2, 4, ARGS, ahead, 0);           \
     body(R, 2, 6, ARGS, ahead, 0);           \
   }
-#define TILES_4(body) PASS_8(body, 1) PASS_4(body, 2) PASS_2(body, 3) PASS_2(body, 4)
-#define TILES_6(body) PASS_8(body, 1) PASS_8(body, 2) PASS_8(body, 3) PASS_4(body, 4) PASS_4(body, 5) PASS_4(body, 6)
 #define LIST_4(body) {NULL, body##_1, body##_2, body##_3, body##_4}
 #define LIST_6(body) {NULL, body##_1, body##_2, body##_3, body##_4, body##_5, body##_6}
 
@@ -91,24 +93,23 @@ static ALWAYS void pass_bf16(const int R, const int C, const int first, TILE_ARG
   STORE();
 }
 
-TILES_6(pass_f32)
-TILES_6(pass_bf16)
+PASS_8(pass_f32, 1) PASS_8(pass_f32, 2) PASS_8(pass_f32, 3) PASS_4(pass_f32, 4) PASS_4(pass_f32, 5) PASS_4(pass_f32, 6)
+PASS_8(pass_bf16, 1) PASS_8(pass_bf16, 2) PASS_4(pass_bf16, 3) PASS_4(pass_bf16, 4)
 
 static const colibri_gemm_tiles f32_tiles = {COLIBRI_F32, 6, 3, LIST_6(pass_f32)};
-static const colibri_gemm_tiles bf16_tiles = {COLIBRI_BF16, 6, 3, LIST_6(pass_bf16)};
+static const colibri_gemm_tiles bf16_tiles = {COLIBRI_BF16, 4, 2, LIST_4(pass_bf16)};
 
 /* ---------------------------------------------------------------- integers */
 
-/* Four bytes of a row, at byte `at`, in all lanes. */
-static ALWAYS int32x4_t broadcast(const void *row, ptrdiff_t at) { return vld1q_dup_s32((const int32_t *)((const char *)row + at)); }
+/* Macros, since a function of the build's own target is not inlined into one of another that lacks a part of it. */
+
+/* Four bytes of row r, at byte `at`, in all lanes. */
+#define BROADCAST(r, at) vld1q_dup_s32((const int32_t *)((const char *)rows[r] + (at)))
 
 /* The fp16 scales of the four outputs of column c. */
-static ALWAYS float32x4_t weight_scales(const char *w, int c) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16((const uint16_t *)w + 4 * c))); }
+#define WEIGHT_SCALES(c) vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16((const uint16_t *)w + 4 * (c))))
 
 /* ---- without the dot product ---- */
-
-/* A lane of four activations in all lanes. */
-#define SPREAD(x, lane) vreinterpretq_s8_s32(vdupq_laneq_s32(vreinterpretq_s32_s8(x), lane))
 
 /* The sum of two neighbouring products is at most 2 * 128 * 127 = 32512 in size and fits 16 bits. */
 static ALWAYS int32x4_t dot_s8(int32x4_t sum, int8x16_t w, int8x16_t x) {
@@ -125,27 +126,39 @@ static ALWAYS int32x4_t dot_u4(int32x4_t sum, int8x16_t w0, int8x16_t w1, int8x1
 }
 
 #define NAME(x) x##_plain
-#define DOT_S8(sum, w, x, lane) dot_s8(sum, w, SPREAD(x, lane))
-#define DOT_U4(sum, w0, w1, x, lane) dot_u4(sum, w0, w1, SPREAD(x, lane), SPREAD(x, (lane) + 1))
+#define ACTIVATIONS() (void)0
+#define SPREAD(r, i) vreinterpretq_s8_s32(BROADCAST(r, q + 4 * (i)))
+#define DOT_S8(sum, w, r, i) dot_s8(sum, w, SPREAD(r, i))
+#define DOT_U4(sum, w0, w1, r, i) dot_u4(sum, w0, w1, SPREAD(r, i), SPREAD(r, (i) + 1))
 #include "gemm_neon.inc.h"
-#undef NAME
-#undef DOT_S8
-#undef DOT_U4
 
 static const colibri_gemm_tiles int8_plain_tiles = {COLIBRI_INT8, 4, 1, LIST_4(pass_int8_plain)};
 static const colibri_gemm_tiles int4_plain_tiles = {COLIBRI_INT4, 4, 1, LIST_4(pass_int4_plain)};
 
 /* ---- with the dot product ---- */
 
+#if !defined(__clang__) || __clang_major__ >= 16 || defined(__ARM_FEATURE_DOTPROD) /* older Clangs know it only in a build for such CPUs alone */
+#if !defined(__ARM_FEATURE_DOTPROD)
 COLIBRI_TARGET_BEGIN(COLIBRI_TARGET_DOTPROD)
+#endif
 #define NAME(x) x##_dot
-#define DOT_S8(sum, w, x, lane) vdotq_laneq_s32(sum, w, x, lane)
-#define DOT_U4(sum, w0, w1, x, lane) vdotq_laneq_s32(vdotq_laneq_s32(sum, w0, x, lane), w1, x, (lane) + 1)
+#define ACTIVATIONS() \
+  int8x16_t x[MAX_R][2]; \
+  UNROLL for (int r = 0; r < R; r++) UNROLL for (int i = 0; i < 2; i++) x[r][i] = vld1q_s8((const int8_t *)rows[r] + q + 16 * i)
+#define DOT_S8(sum, w, r, i) vdotq_laneq_s32(sum, w, x[r][(i) / 4], (i) % 4)
+#define DOT_U4(sum, w0, w1, r, i) DOT_S8(DOT_S8(sum, w0, r, i), w1, r, (i) + 1)
 #include "gemm_neon.inc.h"
+
+#if !defined(__ARM_FEATURE_DOTPROD)
 COLIBRI_TARGET_END
+#endif
 
 static const colibri_gemm_tiles int8_dot_tiles = {COLIBRI_INT8, 4, 1, LIST_4(pass_int8_dot)};
 static const colibri_gemm_tiles int4_dot_tiles = {COLIBRI_INT4, 4, 1, LIST_4(pass_int4_dot)};
+#else
+#define int8_dot_tiles int8_plain_tiles
+#define int4_dot_tiles int4_plain_tiles
+#endif
 
 /* ---------------------------------------------------------------- the table's functions */
 

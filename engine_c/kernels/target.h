@@ -14,7 +14,7 @@
 
 #define COLIBRI_TARGET_AVX2 "avx2,fma,f16c"
 #define COLIBRI_TARGET_AVX512 "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq"
-/* GCC up to 12 defines the dot product's intrinsics for this architecture and inlines them only into functions that have all of it. */
+/* GCC up to 12 at least has the dot product's intrinsics for this architecture and inlines them only into functions that have all of it. */
 #if defined(__clang__)
 #define COLIBRI_TARGET_DOTPROD "dotprod"
 #else

@@ -8,11 +8,12 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include "check.h"
 #include "kernels.h"
 
-#define FENCE_PAGE 4096
+#define FENCE_PAGE ((size_t)sysconf(_SC_PAGESIZE)) /* up to 64 KiB on Arm */
 #define FENCE_MAX 512
 
 static struct fence {
