@@ -28,6 +28,21 @@ def _check_path(path: Path) -> None:
         raise ConfigError(f"cannot listen on {path}: it exists and is no socket; choose another path")
     if len(bytes(path)) > _LONGEST_SOCKET_PATH:
         raise ConfigError(f"cannot listen on {path}: a socket's path has at most {_LONGEST_SOCKET_PATH} bytes; choose a shorter one")
+    if path.exists() and _answers(path):
+        raise ConfigError(f"cannot listen on {path}: another server does; stop it or choose another path")
+
+
+def _answers(path: Path) -> bool:
+    """Whether somebody listens there. gRPC would take the path away from a server that does, as from one that was killed."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as trial:
+        trial.setblocking(False)
+        try:
+            trial.connect(bytes(path))
+        except BlockingIOError:  # its queue is full
+            return True
+        except OSError:
+            return False
+        return True
 
 
 def _try_addresses(host: str, port: int) -> None:

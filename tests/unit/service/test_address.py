@@ -36,3 +36,13 @@ def test_a_socket_path_must_be_short_and_its_folder_there(tmp_path: Path) -> Non
     for path, words in ((tmp_path / "no" / "s", "make it first"), (tmp_path / "file", "no socket"), (tmp_path / ("x" * 200), "shorter")):
         with pytest.raises(ConfigError, match=words):
             check_address(ServeConfig(unix_socket=str(path)))
+
+
+def test_a_socket_is_taken_from_nobody_who_listens_but_from_one_who_was_killed(tmp_path: Path) -> None:
+    config = ServeConfig(unix_socket=str(tmp_path / "s"))
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(config.unix_socket)
+        listening.listen()
+        with pytest.raises(ConfigError, match="another server does"):
+            check_address(config)
+    check_address(config)
