@@ -37,7 +37,7 @@ class SupervisorConfig:
     term_s: float = 1.0
     """From SIGTERM to SIGKILL."""
     look_s: float = 0.5
-    """A ready worker is looked at this often; one found stopped (SIGSTOP) twice is killed. A lane that hangs in a task, stopped or not, is
+    """A worker is looked at this often; one found stopped (SIGSTOP) twice is killed. A lane that hangs in a task, stopped or not, is
     killed by the step that waits for it (hang_ms)."""
     policy: RestartPolicy = field(default_factory=RestartPolicy)
 
@@ -128,7 +128,7 @@ class Slot:
             case State.STARTING:
                 return self._watch_start(now)
             case State.READY:
-                return self._watch_ready(now)
+                return self._look(now)
             case State.DRAINING:
                 return self._watch_drain(now)
             case State.BACKOFF | State.FAILED if wanted and not self.life.may_start(now):
@@ -144,6 +144,7 @@ class Slot:
         self._said_ready = self._termed = self._was_stopped = False
         self._killed_for = self._complaint = ""
         self._deadline = now + self._config.start_s
+        self._next_look = now + self._config.look_s
         self._oom_kills = read_memory().oom_kills or 0
         session = self._session
         try:
@@ -162,7 +163,7 @@ class Slot:
             self._kill(f"its lanes could not be bound: {refusal}")
         else:
             process.go()
-        return self._deadline
+        return self._next_look
 
     def _watch_start(self, now: float) -> float:
         if self._said_ready and all(self._session.lane_state(lane) in (LANE_READY, LANE_ACTIVE) for lane in self.spec.lanes):
@@ -174,9 +175,10 @@ class Slot:
         if now >= self._deadline:
             self._kill(f"it did not become ready within {self._config.start_s:g} s")
             return now + self._config.term_s
-        return now + ATTACH_POLL_S if self._said_ready else self._deadline
+        return now + ATTACH_POLL_S if self._said_ready else min(self._deadline, self._look(now))
 
-    def _watch_ready(self, now: float) -> float:
+    def _look(self, now: float) -> float:
+        """Kills a process that is found stopped twice. Returns when to look again."""
         if now >= self._next_look:
             self._next_look = now + self._config.look_s
             stopped = self._process is not None and self._process.stopped()

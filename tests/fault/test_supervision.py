@@ -119,6 +119,16 @@ def test_a_worker_that_hangs_while_starting_is_killed_and_named(model: Path, tmp
     assert children() == []
 
 
+def test_a_worker_stopped_while_starting_is_not_waited_for(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "stop.py"
+    script.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)\n")
+    monkeypatch.setattr(process, "MAIN", script)
+    settings = SupervisorConfig(look_s=0.02, start_s=600, policy=RestartPolicy(boot_limit=2))
+    with supervised(model, 1, settings) as supervisor, pytest.raises(SupervisorError, match=r"killed by SIGKILL \(it was stopped\)"):
+        supervisor.start(20)
+    assert children() == []
+
+
 def test_a_start_that_takes_too_long_says_for_whom_it_waited(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "hang.py"
     script.write_text("import time\ntime.sleep(600)\n")
