@@ -225,8 +225,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         except Fault as fault:
             refused = refusal(fault)
         except Exception as error:
+            if isinstance(error, grpc.aio.InternalError):  # a batch the core did not execute: the caller has gone
+                raise asyncio.CancelledError from error
             if context.cancelled() or isinstance(error, grpc.aio.BaseError):
-                raise  # the caller has gone, or the core has ended the call
+                raise
             log.exception("call %s failed", call.id)
             refused = refusal(error)
         await self._refuse(context, call, refused)
@@ -237,7 +239,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._metrics.count_failure(refused.code)
         log.debug("call %s: %s: %s", call.id, refused.code, refused.sentence)
         status = refused.status()
-        await context.abort(status.code, status.details or "", (*call.trailers(), *(status.trailing_metadata or ())))
+        try:
+            await context.abort(status.code, status.details or "", (*call.trailers(), *(status.trailing_metadata or ())))
+        except grpc.aio.InternalError as gone:  # grpcio would log a traceback for every caller that does not wait for its refusal
+            raise asyncio.CancelledError from gone
 
     async def _read_prompt(
         self, message: pb.GenerateRequest | pb.ScoreRequest | pb.TokenizeRequest, *, add_special_tokens: bool = True
