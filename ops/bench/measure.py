@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from ops.bench.limits import MachineLimits
 
 if TYPE_CHECKING:
+    from rich.console import Group
     from rich.table import Table
 
 OURS = "colibri"
@@ -93,21 +94,26 @@ class Report:
         """One JSON object."""
         return json.dumps(asdict(self) | {"rows": [row.as_dict() for row in self.rows]})
 
-    def table(self) -> Table:
-        """For people."""
+    def shown(self) -> Group:
+        """For people: a table, and below it where it was measured."""
+        from rich.console import Group
+
+        return Group(self._table(), self._where(), *self.notes)
+
+    def _table(self) -> Table:
         from rich import box
         from rich.table import Table
 
         engines = {row.engine for row in self.rows} != {OURS}
         shares = any(row.limit for row in self.rows)
         details = list(dict.fromkeys(name for row in self.rows for name in row.details))
-        table = Table(title=f"{self.bench}: {self.model}", caption="\n".join((self._where(), *self.notes)), box=box.SIMPLE_HEAD)
+        table = Table(title=f"{self.bench}: {self.model}", box=box.SIMPLE_HEAD, title_justify="left")
         headings = ["case", *(["engine"] if engines else []), "median", "unit", "spread", *([self.limit_is] if shares else []), *details]
         for heading in headings:
             table.add_column(heading, justify="left" if heading in ("case", "engine", "unit") else "right")
         for row in self.rows:
             cells = [row.case, *([row.engine] if engines else []), figure(row.median), row.unit, f"{row.spread:.0%}"]
-            cells += ([f"{row.share:.0%}" if row.share is not None else ""] if shares else [])
+            cells += [f"{row.share:.0%}" if row.share is not None else ""] if shares else []
             table.add_row(*cells, *(figure(row.details[name]) if name in row.details else "" for name in details))
         return table
 

@@ -71,5 +71,5 @@ def measure(
     if as_json:
         typer.echo(report.as_json())
     else:
-        console().print(report.table())
+        console().print(report.shown())
     return report
