@@ -64,7 +64,7 @@ V16 float attend_softmax(attend_state *state, float *p, int lo, int hi) {
     if (lo > 16 * b) s[b] = v16_first(lo - 16 * b, nothing, s[b]);
     top = v16_max(s[b], top);
   }
-  float maximum = v16_top(top), correction = colibri_expf(state->top - maximum);
+  float maximum = v16_top(top), correction = colibri_expf_steps(state->top - maximum);
   v16 m = v16_set1(maximum), sum = v16_mul(v16_load(state->sum), v16_set1(correction));
   for (int b = b0; b <= b1; b++) {
     v16 e = v16_exp(v16_sub(s[b], m));

@@ -26,8 +26,10 @@ static const colibri_kernels table = {
   .store_kv = store_kv,
   .attend = attend,
   .top2_softmax = top2_softmax,
+  .top_k = top_k,
   .argmax = argmax,
   .sum_exp = sum_exp,
+  .exp = exp_all,
 };
 
 const colibri_kernels *colibri_kernels_avx512(void) { return &table; }

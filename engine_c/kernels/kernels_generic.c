@@ -323,13 +323,38 @@ static int top2_softmax(const float *z, int ld, int experts, int n, int32_t *ids
         second = e;
       }
     }
-    float p = colibri_expf(row[second] - row[first]), sum = 1.0f + p;
+    float p = colibri_expf(row[second] - row[first]), inverse = 1.0f / (1.0f + p);
     ids[2 * t] = first;
     ids[2 * t + 1] = second;
-    weights[2 * t] = 1.0f / sum;
-    weights[2 * t + 1] = p / sum;
+    weights[2 * t] = inverse;
+    weights[2 * t + 1] = p * inverse;
   }
   return bad;
+}
+
+/* ids [k] of the largest of z [n], descending. A later equal goes behind an earlier one, so ties keep the lower index first. */
+static void select_top(const float *z, int n, int k, int32_t *ids) {
+  float chosen[COLIBRI_MAX_TOP_K];
+  int count = 0;
+  for (int e = 0; e < n; e++) {
+    if (count == k && !(z[e] > chosen[k - 1])) continue;
+    int i = count < k ? count++ : k - 1;
+    for (; i > 0 && z[e] > chosen[i - 1]; i--) {
+      chosen[i] = chosen[i - 1];
+      ids[i] = ids[i - 1];
+    }
+    chosen[i] = z[e];
+    ids[i] = e;
+  }
+}
+
+static void top_k(const float *z, int ld, int experts, int n, int k, int32_t *ids, uint8_t *bad) {
+  for (int t = 0; t < n; t++, z += ld, ids += k) {
+    bad[t] = 0;
+    for (int e = 0; e < experts; e++) bad[t] |= !is_finite(z[e]);
+    if (!bad[t]) select_top(z, experts, k, ids);
+    for (int i = 0; bad[t] && i < k; i++) ids[i] = i;
+  }
 }
 
 static int32_t argmax(const float *x, int32_t n) {
@@ -347,6 +372,10 @@ static float sum_exp(const float *x, int32_t n, float shift) {
   return fold(s);
 }
 
+static void exp_all(float *x, int32_t n) {
+  for (int32_t i = 0; i < n; i++) x[i] = colibri_expf(x[i]);
+}
+
 const colibri_kernels *colibri_kernels_generic(void) {
   static const colibri_kernels table = {
     .name = "generic",
@@ -361,8 +390,10 @@ const colibri_kernels *colibri_kernels_generic(void) {
     .store_kv = store_kv,
     .attend = attend,
     .top2_softmax = top2_softmax,
+    .top_k = top_k,
     .argmax = argmax,
     .sum_exp = sum_exp,
+    .exp = exp_all,
   };
   return &table;
 }

@@ -12,19 +12,23 @@
  *   v16_amax_bits(a, b)               bits of the largest magnitude of 32 lanes as an integer
  *   v16_store_int8(q, a, b)           rounds 32 lanes to nearest even, stores them as int8, returns their sum
  *   v16_load_bf16 v16_store_bf16      and _n; nearest even, NaN stays NaN
+ *   v16_and(a, bits) v16_tag(a, keep, tag)    a & bits, (a & keep) | tag, of the lanes' bits
+ *   v16_other(a, b, one)              a ^ b ^ one: of a and b the one that `one` is not
  *   v16_columns8(x, ld, n, column)    16 rows of n <= 8 floats to 8 columns
- *   v16_best_of v16_best_add v16_best_store   the two largest of several vectors lane by lane, with their numbers; the lower number wins ties
+ *   v16_best_of(z0, z1, id)           lane by lane the larger and the smaller of two vectors, with their numbers, id and id + 1
+ *   v16_best_merge(a, b)              the two largest of two such, all of b's numbers being higher; the lower number wins ties
+ *   v16_best_store(best, ids)         the pairs of numbers as int32
  *   v16_store_pairs(p, a, b)          a0 b0 a1 b1 .. */
 #include <math.h>
 #include <string.h>
 
+#include "expf.h"
 #include "kernels.h"
 
 /* ---------------------------------------------------------------- exponential */
 
-/* colibri_expf, operation by operation. */
-V16 v16 v16_exp(v16 x) {
-  x = v16_min(v16_set1(89.0f), x);
+/* colibri_expf, operation by operation, of x <= 89. */
+V16 v16 v16_exp_low(v16 x) {
   x = v16_max(v16_set1(-104.0f), x);
   v16 magic = v16_set1(0x1.8p23f);
   v16 shifted = v16_fma(x, v16_set1(0x1.715476p+0f), magic), n = v16_sub(shifted, magic);
@@ -38,6 +42,7 @@ V16 v16 v16_exp(v16 x) {
   p = v16_fma(p, r, v16_set1(1.0f));
   return v16_scale(p, n, shifted);
 }
+V16 v16 v16_exp(v16 x) { return v16_exp_low(v16_min(v16_set1(89.0f), x)); }
 
 /* ---------------------------------------------------------------- activations */
 
@@ -249,25 +254,37 @@ static void rope(float *x, const float *cos_sin, int dims, int head_dim, int int
 
 /* ---------------------------------------------------------------- logits */
 
-/* 16 tokens. Returns a bit for each with a NaN or infinite logit. */
+/* The two largest of 8 experts' columns, numbered from id. */
+V16 v16_best top2_of8(const v16 column[8], int id) {
+  v16_best a = v16_best_merge(v16_best_of(column[0], column[1], id), v16_best_of(column[2], column[3], id + 2));
+  v16_best b = v16_best_merge(v16_best_of(column[4], column[5], id + 4), v16_best_of(column[6], column[7], id + 6));
+  return v16_best_merge(a, b);
+}
+
+/* 8 experts of 16 tokens, the first n of them read and added to total, the others -inf, which is never chosen: it is larger than nothing. */
+V16 void expert_columns(const float *z, ptrdiff_t ld, int n, v16 column[8], v16 total[2]) {
+  v16_columns8(z, ld, n, column);
+  for (int e = 0; e < 8; e++)
+    if (e < n)
+      total[e & 1] = v16_add(total[e & 1], column[e]);
+    else
+      column[e] = v16_set1(-INFINITY);
+}
+
+/* 16 tokens. Returns a bit for each that may have a NaN or infinite logit: its sum is not finite. */
 V16 uint32_t top2_block(const float *z, ptrdiff_t ld, const int experts, int32_t *ids, float *weights) {
-  v16 column[8], poison;
-  v16_columns8(z, ld, experts < 8 ? experts : 8, column);
-  v16_best best = v16_best_of(column[0], column[1]);
-  poison = v16_poison(column[1], v16_poison(column[0], v16_set1(0.0f)));
-  for (int e = 2; e < 8 && e < experts; e++) {
-    v16_best_add(&best, column[e], e);
-    poison = v16_poison(column[e], poison);
+  v16 column[8], total[2] = {v16_set1(0.0f), v16_set1(0.0f)};
+  expert_columns(z, ld, experts < 8 ? experts : 8, column, total);
+  v16_best best = top2_of8(column, 0);
+  if (experts > 8) {
+    expert_columns(z + 8, ld, experts - 8, column, total);
+    best = v16_best_merge(best, top2_of8(column, 8));
   }
-  if (experts > 8) v16_columns8(z + 8, ld, experts - 8, column);
-  for (int e = 8; e < experts; e++) {
-    v16_best_add(&best, column[e - 8], e);
-    poison = v16_poison(column[e - 8], poison);
-  }
-  v16 p = v16_exp(v16_sub(best.second, best.first)), sum = v16_add(v16_set1(1.0f), p);
+  v16 p = v16_exp_low(v16_sub(best.second, best.first)), inverse = v16_div(v16_set1(1.0f), v16_add(v16_set1(1.0f), p));
   v16_best_store(&best, ids);
-  v16_store_pairs(weights, v16_div(v16_set1(1.0f), sum), v16_div(p, sum));
-  return v16_is_nan(poison);
+  v16_store_pairs(weights, inverse, v16_mul(p, inverse));
+  v16 all = v16_add(total[0], total[1]);
+  return v16_is_nan(v16_sub(all, all));
 }
 
 /* The n < 16 tokens left over, by way of a full block with zeros behind. */
@@ -281,13 +298,28 @@ static __attribute__((noinline)) uint32_t top2_rest(const float *z, ptrdiff_t ld
   return poisoned;
 }
 
-V16 int top2_blocks(const float *z, ptrdiff_t ld, const int experts, int n, int32_t *ids, float *weights) {
-  int bad = -1;
-  for (int t = 0; t < n; t += 16, z += 16 * ld, ids += 32, weights += 32) {
-    uint32_t poisoned = n - t < 16 ? top2_rest(z, ld, experts, n - t, ids, weights) : top2_block(z, ld, experts, ids, weights);
-    if (__builtin_expect(poisoned && bad < 0, 0)) bad = t + __builtin_ctz(poisoned);
+static int all_finite(const float *x, int n) {
+  uint32_t bad = 0;
+  for (int i = 0; i < n; i++) {
+    uint32_t u;
+    memcpy(&u, x + i, sizeof u);
+    bad |= (u & 0x7f800000u) == 0x7f800000u;
   }
-  return bad;
+  return !bad;
+}
+
+/* The first of n tokens that has a NaN or infinite logit, or -1. */
+static __attribute__((noinline, cold)) int first_bad(const float *z, ptrdiff_t ld, int experts, int n) {
+  for (int t = 0; t < n; t++)
+    if (!all_finite(z + t * ld, experts)) return t;
+  return -1;
+}
+
+V16 int top2_blocks(const float *z, ptrdiff_t ld, const int experts, int n, int32_t *ids, float *weights) {
+  uint32_t suspect = 0;
+  for (int t = 0; t < n; t += 16)
+    suspect |= n - t < 16 ? top2_rest(z + t * ld, ld, experts, n - t, ids + 2 * t, weights + 2 * t) : top2_block(z + t * ld, ld, experts, ids + 2 * t, weights + 2 * t);
+  return __builtin_expect(suspect != 0, 0) ? first_bad(z, ld, experts, n) : -1;
 }
 
 /* Separate, so that the common one of 8 experts is not burdened with the other's set-up. */
@@ -297,6 +329,163 @@ static __attribute__((noinline)) int top2_any(const float *z, ptrdiff_t ld, int 
 
 static int top2_softmax(const float *z, int ld, int experts, int n, int32_t *ids, float *weights) {
   return experts == 8 ? top2_blocks(z, ld, 8, n, ids, weights) : top2_any(z, ld, experts, n, ids, weights);
+}
+
+/* ---------------------------------------------------------------- top k
+ *
+ * 16 tokens at a time, one a lane. A key is a logit with its last bits replaced by its expert's number, so sorting networks of nothing but maxima move
+ * both. Where two keys that matter differ in nothing but those bits the order is not known, and the generic kernel redoes the token. */
+
+#define TOP_KEYS COLIBRI_MAX_TOP_K
+#define REST_FLOATS (16 * 256) /* what fewer than 16 tokens are copied to as a block */
+
+V16 void exchange(v16 *a, v16 *b) {
+  v16 larger = v16_max(*a, *b);
+  *b = v16_other(*a, *b, larger);
+  *a = larger;
+}
+
+/* 8 keys to descending order: the network of 19 exchanges. */
+V16 void sort8(v16 x[8]) {
+  exchange(&x[0], &x[2]), exchange(&x[1], &x[3]), exchange(&x[4], &x[6]), exchange(&x[5], &x[7]);
+  exchange(&x[0], &x[4]), exchange(&x[1], &x[5]), exchange(&x[2], &x[6]), exchange(&x[3], &x[7]);
+  exchange(&x[0], &x[1]), exchange(&x[2], &x[3]), exchange(&x[4], &x[5]), exchange(&x[6], &x[7]);
+  exchange(&x[2], &x[4]), exchange(&x[3], &x[5]);
+  exchange(&x[1], &x[4]), exchange(&x[3], &x[6]);
+  exchange(&x[1], &x[2]), exchange(&x[3], &x[4]), exchange(&x[5], &x[6]);
+}
+
+/* A bitonic sequence of 8 to descending order. */
+V16 void clean8(v16 x[8]) {
+  exchange(&x[0], &x[4]), exchange(&x[1], &x[5]), exchange(&x[2], &x[6]), exchange(&x[3], &x[7]);
+  exchange(&x[0], &x[2]), exchange(&x[1], &x[3]), exchange(&x[4], &x[6]), exchange(&x[5], &x[7]);
+  exchange(&x[0], &x[1]), exchange(&x[2], &x[3]), exchange(&x[4], &x[5]), exchange(&x[6], &x[7]);
+}
+
+/* The `size` largest of two descending runs into the first, in bitonic order; *below keeps the largest of all left out so far. */
+V16 void keep_larger(const int size, v16 *run, const v16 *other, v16 *below) {
+  for (int i = 0; i < size; i++) {
+    v16 larger = v16_max(run[i], other[size - 1 - i]);
+    *below = v16_max(*below, v16_other(run[i], other[size - 1 - i], larger));
+    run[i] = larger;
+  }
+}
+
+typedef struct key_source {
+  const float *z; /* 16 tokens */
+  ptrdiff_t ld;
+  int experts;
+  uint32_t keep; /* the bits of a key that are the logit's */
+} key_source;
+
+/* The keys of 8 experts from e on, descending; -inf where there is no expert. */
+V16 void sorted_keys(const key_source *s, int e, v16 key[8], v16 total[2]) {
+  int n = s->experts - e;
+  if (n >= 8)
+    expert_columns(s->z + e, s->ld, 8, key, total);
+  else
+    expert_columns(s->z + e, s->ld, n < 0 ? 0 : n, key, total);
+  for (int i = 0; i < 8; i++)
+    if (i < n) key[i] = v16_tag(key[i], s->keep, (uint32_t)(e + i));
+  sort8(key);
+}
+
+static void top_keys8(const key_source *s, v16 *key, v16 *below, v16 total[2]) {
+  v16 top[8], next[8], left = *below, sum[2] = {total[0], total[1]};
+  sorted_keys(s, 0, top, sum);
+  for (int e = 8; e < s->experts; e += 8) {
+    sorted_keys(s, e, next, sum);
+    keep_larger(8, top, next, &left);
+    clean8(top);
+  }
+  for (int i = 0; i < 8; i++) key[i] = top[i];
+  *below = left;
+  total[0] = sum[0];
+  total[1] = sum[1];
+}
+
+/* A bitonic sequence of a power of two to descending order. */
+static void clean(int size, v16 *x) {
+  for (int stride = size / 2; stride >= 8; stride /= 2)
+    for (int i = 0; i < size; i += 2 * stride)
+      for (int j = i; j < i + stride; j++) exchange(&x[j], &x[j + stride]);
+  for (int i = 0; i < size; i += 8) clean8(x + i);
+}
+
+/* The keys of `size` experts from e on, descending: runs of 8, merged. */
+static void sorted_run(const key_source *s, int e, int size, v16 *key, v16 total[2]) {
+  for (int i = 0; i < size; i += 8) sorted_keys(s, e + i, key + i, total);
+  for (int half = 8; half < size; half *= 2)
+    for (int i = 0; i < size; i += 2 * half) {
+      for (int j = 0; j < half; j++) exchange(&key[i + j], &key[i + 2 * half - 1 - j]);
+      clean(half, key + i);
+      clean(half, key + i + half);
+    }
+}
+
+static void top_keys(const key_source *s, int size, v16 *key, v16 *below, v16 total[2]) {
+  v16 next[TOP_KEYS];
+  sorted_run(s, 0, size, key, total);
+  for (int e = size; e < s->experts; e += size) {
+    sorted_run(s, e, size, next, total);
+    keep_larger(size, key, next, below);
+    clean(size, key);
+  }
+}
+
+/* A bit for each token whose k first keys or whose choice of them is in doubt. */
+V16 uint32_t in_doubt(const v16 *key, int k, v16 next, uint32_t keep) {
+  uint32_t doubt = 0;
+  v16 last = v16_and(key[0], keep);
+  for (int i = 1; i <= k; i++) {
+    v16 here = v16_and(i < k ? key[i] : next, keep);
+    doubt |= v16_equal(last, here);
+    last = here;
+  }
+  return doubt;
+}
+
+/* 16 tokens' numbers [16][TOP_KEYS]; returns a bit for each token that needs the generic kernel. */
+static uint32_t top_block(const float *z, ptrdiff_t ld, int experts, int k, int32_t number[TOP_KEYS][16]) {
+  v16 key[TOP_KEYS], below = v16_set1(-INFINITY), total[2] = {v16_set1(0.0f), v16_set1(0.0f)};
+  uint32_t tag = experts > 1 ? UINT32_MAX >> __builtin_clz((uint32_t)experts - 1) : 0;
+  key_source s = {z, ld, experts, ~tag};
+  int size = 8;
+  while (size < k) size *= 2;
+  if (size == 8)
+    top_keys8(&s, key, &below, total);
+  else
+    top_keys(&s, size, key, &below, total);
+  for (int i = 0; i < k; i++) v16_store((float *)number[i], v16_and(key[i], tag));
+  v16 all = v16_add(total[0], total[1]);
+  return in_doubt(key, k, k < size ? key[k] : below, s.keep) | v16_is_nan(v16_sub(all, all));
+}
+
+/* n <= 16 tokens. */
+static void top_k_block(const float *z, int ld, int experts, int n, int k, int32_t *ids, uint8_t *bad) {
+  int32_t number[TOP_KEYS][16];
+  uint32_t doubt = top_block(z, ld, experts, k, number);
+  for (int t = 0; t < n; t++) {
+    bad[t] = 0;
+    for (int i = 0; i < k; i++) ids[t * k + i] = number[i][t];
+  }
+  for (doubt &= (1u << n) - 1; doubt; doubt &= doubt - 1) {
+    int t = __builtin_ctz(doubt);
+    colibri_kernels_generic()->top_k(z + (ptrdiff_t)t * ld, ld, experts, 1, k, ids + t * k, bad + t);
+  }
+}
+
+#define WORTH_A_BLOCK 4 /* tokens from which a block is faster than one after the other */
+
+static void top_k(const float *z, int ld, int experts, int n, int k, int32_t *ids, uint8_t *bad) {
+  for (; n >= 16; n -= 16, z += 16 * (ptrdiff_t)ld, ids += 16 * k, bad += 16) top_k_block(z, ld, experts, 16, k, ids, bad);
+  if (n >= WORTH_A_BLOCK && 16 * experts <= REST_FLOATS) {
+    float whole[REST_FLOATS];
+    for (int t = 0; t < 16; t++) memcpy(whole + t * experts, z + (ptrdiff_t)(t < n ? t : 0) * ld, (size_t)experts * sizeof *z);
+    top_k_block(whole, experts, experts, n, k, ids, bad);
+  } else if (n) {
+    colibri_kernels_generic()->top_k(z, ld, experts, n, k, ids, bad);
+  }
 }
 
 static int32_t argmax(const float *x, int32_t n) {
@@ -328,4 +517,10 @@ static float sum_exp(const float *x, int32_t n, float shift) {
   for (; i + 16 <= n; i += 16) sum = v16_add(sum, v16_exp(v16_sub(v16_load(x + i), by)));
   if (tail) sum = v16_first(tail, v16_add(sum, v16_exp(v16_sub(v16_load_n(x + i, tail), by))), sum);
   return v16_fold(sum);
+}
+
+static void exp_all(float *x, int32_t n) {
+  int32_t i = 0;
+  for (; i + 16 <= n; i += 16) v16_store(x + i, v16_exp(v16_load(x + i)));
+  if (i < n) v16_store_n(x + i, v16_exp(v16_load_n(x + i, n - i)), n - i);
 }

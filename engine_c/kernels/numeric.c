@@ -1,7 +1,7 @@
 /* numeric.c - number formats and the exponential all kernels share. */
-#include <math.h>
 #include <string.h>
 
+#include "expf.h"
 #include "kernels.h"
 
 static uint32_t bits_of(float x) {
@@ -41,26 +41,11 @@ float colibri_f16_to_f32(uint16_t h) {
   return float_of(sign | ((a << 13) + 0x38000000u));
 }
 
-/* exp(x) = 2^n exp(r), n = round(x / ln 2), |r| <= ln 2 / 2. The polynomial is the degree-6 minimax of exp with 1 + r fixed (relative error
- * 3.1e-9, so rounding dominates; the kernel tests bound the whole at 1 ulp). x is clamped to where the result is 0 and infinity already;
- * 2^n is applied in two halves, so subnormal results round once and n = 128 does not overflow early. Written with explicit comparisons and
- * the 1.5 * 2^23 rounding trick so that a NaN comes through and every SIMD set repeats it bit by bit. */
-float colibri_expf(float x) {
-  x = 89.0f < x ? 89.0f : x;
-  x = -104.0f > x ? -104.0f : x;
-  float shifted = fmaf(x, 0x1.715476p+0f, 0x1.8p23f);
-  float n = shifted - 0x1.8p23f;
-  float r = fmaf(n, -0x1.62e4p-1f, x);      /* exact: the constant has 15 bits */
-  r = fmaf(n, -0x1.7f7d1cp-20f, r);
-  float p = 0x1.6a23ccp-10f;
-  p = fmaf(p, r, 0x1.123a20p-7f);
-  p = fmaf(p, r, 0x1.5558f2p-5f);
-  p = fmaf(p, r, 0x1.555492p-3f);
-  p = fmaf(p, r, 0x1.fffffcp-2f);
-  p = fmaf(p, r, 1.0f);
-  p = fmaf(p, r, 1.0f);
-  int32_t i = (int32_t)(bits_of(shifted) - bits_of(0x1.8p23f));
-  int32_t half = i >> 1;
-  p *= float_of((uint32_t)(half + 127) << 23);
-  return p * float_of((uint32_t)(i - half + 127) << 23);
-}
+#if defined(__x86_64__)
+/* The build's base instruction set has no fma: fmaf would be a call into the C library, ten times in an exponential. Same operations, same bits. */
+static __attribute__((target("fma"))) float expf_fma(float x) { return colibri_expf_steps(x); }
+
+float colibri_expf(float x) { return __builtin_cpu_supports("fma") ? expf_fma(x) : colibri_expf_steps(x); }
+#else
+float colibri_expf(float x) { return colibri_expf_steps(x); }
+#endif

@@ -77,6 +77,20 @@ V16 uint32_t v16_bits(__m256 lo, __m256 hi) { return (uint32_t)(_mm256_movemask_
 V16 uint32_t v16_equal(v16 a, v16 b) { return v16_bits(_mm256_cmp_ps(a.lo, b.lo, _CMP_EQ_OQ), _mm256_cmp_ps(a.hi, b.hi, _CMP_EQ_OQ)); }
 V16 uint32_t v16_is_nan(v16 a) { return v16_bits(_mm256_cmp_ps(a.lo, a.lo, _CMP_UNORD_Q), _mm256_cmp_ps(a.hi, a.hi, _CMP_UNORD_Q)); }
 
+V16 v16 v16_and(v16 a, uint32_t bits) {
+  __m256 b = _mm256_castsi256_ps(_mm256_set1_epi32((int32_t)bits));
+  return (v16){_mm256_and_ps(a.lo, b), _mm256_and_ps(a.hi, b)};
+}
+V16 v16 v16_tag(v16 a, uint32_t keep, uint32_t tag) {
+  __m256 b = _mm256_castsi256_ps(_mm256_set1_epi32((int32_t)tag));
+  a = v16_and(a, keep);
+  return (v16){_mm256_or_ps(a.lo, b), _mm256_or_ps(a.hi, b)};
+}
+V16 v16 v16_other(v16 a, v16 b, v16 one) {
+  a = V16_BOTH(_mm256_xor_ps, a, b);
+  return V16_BOTH(_mm256_xor_ps, a, one);
+}
+
 V16 __m256i v16_magnitude(__m256 a) { return _mm256_and_si256(_mm256_castps_si256(a), _mm256_set1_epi32(0x7fffffff)); }
 
 V16 uint32_t v16_amax_bits(v16 a, v16 b) {
@@ -163,34 +177,37 @@ typedef struct v16_best {
   v16 id1, id2; /* int32 bits */
 } v16_best;
 
-V16 void v16_best_of8(__m256 z0, __m256 z1, __m256 *first, __m256 *second, __m256 *id1, __m256 *id2) {
-  __m256 swap = _mm256_cmp_ps(z1, z0, _CMP_GT_OQ);
-  __m256i one = _mm256_set1_epi32(1), i1 = _mm256_and_si256(_mm256_castps_si256(swap), one);
+V16 void v16_best_of8(__m256 z0, __m256 z1, int id, __m256 *first, __m256 *second, __m256 *id1, __m256 *id2) {
+  __m256i swap = _mm256_castps_si256(_mm256_cmp_ps(z1, z0, _CMP_GT_OQ)); /* -1 where true */
   *first = _mm256_max_ps(z0, z1);
   *second = _mm256_min_ps(z0, z1);
-  *id1 = _mm256_castsi256_ps(i1);
-  *id2 = _mm256_castsi256_ps(_mm256_xor_si256(i1, one));
+  *id1 = _mm256_castsi256_ps(_mm256_sub_epi32(_mm256_set1_epi32(id), swap));
+  *id2 = _mm256_castsi256_ps(_mm256_add_epi32(_mm256_set1_epi32(id + 1), swap));
 }
 
-V16 v16_best v16_best_of(v16 z0, v16 z1) {
+V16 v16_best v16_best_of(v16 z0, v16 z1, int id) {
   v16_best b;
-  v16_best_of8(z0.lo, z1.lo, &b.first.lo, &b.second.lo, &b.id1.lo, &b.id2.lo);
-  v16_best_of8(z0.hi, z1.hi, &b.first.hi, &b.second.hi, &b.id1.hi, &b.id2.hi);
+  v16_best_of8(z0.lo, z1.lo, id, &b.first.lo, &b.second.lo, &b.id1.lo, &b.id2.lo);
+  v16_best_of8(z0.hi, z1.hi, id, &b.first.hi, &b.second.hi, &b.id1.hi, &b.id2.hi);
   return b;
 }
 
-V16 void v16_best_add8(__m256 z, __m256 ids, __m256 *first, __m256 *second, __m256 *id1, __m256 *id2) {
-  __m256 top = _mm256_cmp_ps(z, *first, _CMP_GT_OQ), next = _mm256_cmp_ps(z, *second, _CMP_GT_OQ);
-  *second = _mm256_max_ps(*second, _mm256_min_ps(*first, z));
-  *first = _mm256_max_ps(*first, z);
-  *id2 = _mm256_blendv_ps(_mm256_blendv_ps(*id2, ids, next), *id1, top);
-  *id1 = _mm256_blendv_ps(*id1, ids, top);
+/* One half: f, s and i, j are the first, the second and their numbers of a, then of b. */
+V16 void v16_best_merge8(__m256 f[2], __m256 s[2], __m256 i[2], __m256 j[2], __m256 *first, __m256 *second, __m256 *id1, __m256 *id2) {
+  __m256 swap = _mm256_cmp_ps(f[1], f[0], _CMP_GT_OQ);
+  __m256 from_a = _mm256_blendv_ps(s[0], f[0], swap), from_b = _mm256_blendv_ps(f[1], s[1], swap), next = _mm256_cmp_ps(from_b, from_a, _CMP_GT_OQ);
+  *first = _mm256_max_ps(f[0], f[1]);
+  *second = _mm256_max_ps(from_a, from_b);
+  *id1 = _mm256_blendv_ps(i[0], i[1], swap);
+  *id2 = _mm256_blendv_ps(_mm256_blendv_ps(j[0], i[0], swap), _mm256_blendv_ps(i[1], j[1], swap), next);
 }
 
-V16 void v16_best_add(v16_best *b, v16 z, int id) {
-  __m256 ids = _mm256_castsi256_ps(_mm256_set1_epi32(id));
-  v16_best_add8(z.lo, ids, &b->first.lo, &b->second.lo, &b->id1.lo, &b->id2.lo);
-  v16_best_add8(z.hi, ids, &b->first.hi, &b->second.hi, &b->id1.hi, &b->id2.hi);
+#define V16_HALVES(half, field) ((__m256[2]){a.field.half, b.field.half})
+V16 v16_best v16_best_merge(v16_best a, v16_best b) {
+  v16_best c;
+  v16_best_merge8(V16_HALVES(lo, first), V16_HALVES(lo, second), V16_HALVES(lo, id1), V16_HALVES(lo, id2), &c.first.lo, &c.second.lo, &c.id1.lo, &c.id2.lo);
+  v16_best_merge8(V16_HALVES(hi, first), V16_HALVES(hi, second), V16_HALVES(hi, id1), V16_HALVES(hi, id2), &c.first.hi, &c.second.hi, &c.id1.hi, &c.id2.hi);
+  return c;
 }
 
 V16 void v16_store_pairs(float *p, v16 a, v16 b) {

@@ -54,6 +54,15 @@ V16 float v16_top(v16 a) {
 V16 uint32_t v16_equal(v16 a, v16 b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
 V16 uint32_t v16_is_nan(v16 a) { return _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q); }
 
+V16 v16 v16_and(v16 a, uint32_t bits) { return _mm512_and_ps(a, _mm512_castsi512_ps(_mm512_set1_epi32((int32_t)bits))); }
+V16 v16 v16_tag(v16 a, uint32_t keep, uint32_t tag) { /* 0xea: (a & keep) | tag */
+  __m512i kept = _mm512_castps_si512(a);
+  return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(kept, _mm512_set1_epi32((int32_t)keep), _mm512_set1_epi32((int32_t)tag), 0xea));
+}
+V16 v16 v16_other(v16 a, v16 b, v16 one) { /* 0x96: a ^ b ^ one */
+  return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(_mm512_castps_si512(a), _mm512_castps_si512(b), _mm512_castps_si512(one), 0x96));
+}
+
 V16 uint32_t v16_amax_bits(v16 a, v16 b) {
   __m512i mask = _mm512_set1_epi32(0x7fffffff);
   __m512i m = _mm512_max_epi32(_mm512_and_si512(_mm512_castps_si512(a), mask), _mm512_and_si512(_mm512_castps_si512(b), mask));
@@ -119,20 +128,32 @@ typedef struct v16_best {
   __m128i id1, id2;
 } v16_best;
 
-V16 v16_best v16_best_of(v16 z0, v16 z1) {
+/* 16 bytes of id. From memory: GCC would bring each constant from a general register, in two operations of a busy unit. */
+V16 __m128i v16_number(int id) {
+#define V16_TIMES4(x) 0x01010101 * (x), 0x01010101 * (x), 0x01010101 * (x), 0x01010101 * (x)
+  static const _Alignas(16) int32_t numbers[16][4] = {
+    {V16_TIMES4(0)}, {V16_TIMES4(1)}, {V16_TIMES4(2)}, {V16_TIMES4(3)}, {V16_TIMES4(4)}, {V16_TIMES4(5)}, {V16_TIMES4(6)}, {V16_TIMES4(7)},
+    {V16_TIMES4(8)}, {V16_TIMES4(9)}, {V16_TIMES4(10)}, {V16_TIMES4(11)}, {V16_TIMES4(12)}, {V16_TIMES4(13)}, {V16_TIMES4(14)}, {V16_TIMES4(15)},
+  };
+  const __m128i *number = (const __m128i *)numbers;
+  __asm__("" : "+r"(number));
+  return number[id];
+}
+
+V16 v16_best v16_best_of(v16 z0, v16 z1, int id) {
   __mmask16 swap = _mm512_cmp_ps_mask(z1, z0, _CMP_GT_OQ);
-  __m128i zero = _mm_setzero_si128(), one = _mm_set1_epi8(1);
-  v16_best b = {_mm512_max_ps(z0, z1), _mm512_min_ps(z0, z1), _mm_mask_mov_epi8(zero, swap, one), _mm_mask_mov_epi8(one, swap, zero)};
+  __m128i low = v16_number(id), high = v16_number(id + 1);
+  v16_best b = {_mm512_max_ps(z0, z1), _mm512_min_ps(z0, z1), _mm_mask_mov_epi8(low, swap, high), _mm_mask_mov_epi8(high, swap, low)};
   return b;
 }
 
-V16 void v16_best_add(v16_best *b, v16 z, int id) {
-  __m128i ids = _mm_set1_epi8((char)id);
-  __mmask16 top = _mm512_cmp_ps_mask(z, b->first, _CMP_GT_OQ), next = _mm512_cmp_ps_mask(z, b->second, _CMP_GT_OQ);
-  b->second = _mm512_max_ps(b->second, _mm512_min_ps(b->first, z));
-  b->first = _mm512_max_ps(b->first, z);
-  b->id2 = _mm_mask_mov_epi8(_mm_mask_mov_epi8(b->id2, next, ids), top, b->id1);
-  b->id1 = _mm_mask_mov_epi8(b->id1, top, ids);
+V16 v16_best v16_best_merge(v16_best a, v16_best b) {
+  __mmask16 swap = _mm512_cmp_ps_mask(b.first, a.first, _CMP_GT_OQ);
+  v16 from_a = _mm512_mask_mov_ps(a.second, swap, a.first), from_b = _mm512_mask_mov_ps(b.first, swap, b.second);
+  __mmask16 next = _mm512_cmp_ps_mask(from_b, from_a, _CMP_GT_OQ);
+  __m128i id_a = _mm_mask_mov_epi8(a.id2, swap, a.id1), id_b = _mm_mask_mov_epi8(b.id1, swap, b.id2);
+  v16_best c = {_mm512_max_ps(a.first, b.first), _mm512_max_ps(from_a, from_b), _mm_mask_mov_epi8(a.id1, swap, b.id1), _mm_mask_mov_epi8(id_a, next, id_b)};
+  return c;
 }
 
 V16 void v16_store_pairs(float *p, v16 a, v16 b) {

@@ -45,6 +45,23 @@ V16 void v16_store_n(float *p, v16 a, int n) {
   memcpy(p, whole, (size_t)n * sizeof *p);
 }
 
+V16 v16 v16_set1_bits(uint32_t u) {
+  float32x4_t x = vreinterpretq_f32_u32(vdupq_n_u32(u));
+  return (v16){x, x, x, x};
+}
+V16 float32x4_t v16_and4(float32x4_t a, float32x4_t b) { return vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(a), vreinterpretq_u32_f32(b))); }
+V16 float32x4_t v16_or4(float32x4_t a, float32x4_t b) { return vreinterpretq_f32_u32(vorrq_u32(vreinterpretq_u32_f32(a), vreinterpretq_u32_f32(b))); }
+V16 float32x4_t v16_xor4(float32x4_t a, float32x4_t b) { return vreinterpretq_f32_u32(veorq_u32(vreinterpretq_u32_f32(a), vreinterpretq_u32_f32(b))); }
+V16 v16 v16_and(v16 a, uint32_t bits) { return V16_EACH2(v16_and4, a, v16_set1_bits(bits)); }
+V16 v16 v16_tag(v16 a, uint32_t keep, uint32_t tag) {
+  a = v16_and(a, keep);
+  return V16_EACH2(v16_or4, a, v16_set1_bits(tag));
+}
+V16 v16 v16_other(v16 a, v16 b, v16 one) {
+  a = V16_EACH2(v16_xor4, a, b);
+  return V16_EACH2(v16_xor4, a, one);
+}
+
 V16 float32x4_t v16_larger(float32x4_t a, float32x4_t b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
 V16 float32x4_t v16_smaller(float32x4_t a, float32x4_t b) { return vbslq_f32(vcltq_f32(a, b), a, b); }
 
@@ -175,42 +192,33 @@ V16 void v16_columns8(const float *x, ptrdiff_t ld, int n, v16 column[8]) {
   for (int i = 0; i < 8; i++) column[i] = (v16){c0[i], c1[i], c2[i], c3[i]};
 }
 
+/* All ones or zeros in each lane. */
+typedef struct v16_mask {
+  uint32x4_t q0, q1, q2, q3;
+} v16_mask;
+
+V16 v16_mask v16_greater(v16 a, v16 b) { return (v16_mask){vcgtq_f32(a.q0, b.q0), vcgtq_f32(a.q1, b.q1), vcgtq_f32(a.q2, b.q2), vcgtq_f32(a.q3, b.q3)}; }
+V16 v16 v16_select(v16_mask m, v16 a, v16 b) {
+  return (v16){vbslq_f32(m.q0, a.q0, b.q0), vbslq_f32(m.q1, a.q1, b.q1), vbslq_f32(m.q2, a.q2, b.q2), vbslq_f32(m.q3, a.q3, b.q3)};
+}
+
 typedef struct v16_best {
   v16 first, second;
   v16 id1, id2; /* int32 bits */
 } v16_best;
 
-V16 void v16_best_of4(float32x4_t z0, float32x4_t z1, float32x4_t *first, float32x4_t *second, float32x4_t *id1, float32x4_t *id2) {
-  uint32x4_t one = vdupq_n_u32(1), i1 = vandq_u32(vcgtq_f32(z1, z0), one);
-  *first = v16_larger(z0, z1);
-  *second = v16_smaller(z0, z1);
-  *id1 = vreinterpretq_f32_u32(i1);
-  *id2 = vreinterpretq_f32_u32(veorq_u32(i1, one));
+V16 v16_best v16_best_of(v16 z0, v16 z1, int id) {
+  v16 a = v16_set1_bits((uint32_t)id), b = v16_set1_bits((uint32_t)id + 1);
+  v16_mask swap = v16_greater(z1, z0);
+  return (v16_best){v16_max(z0, z1), v16_min(z0, z1), v16_select(swap, b, a), v16_select(swap, a, b)};
 }
 
-V16 v16_best v16_best_of(v16 z0, v16 z1) {
-  v16_best b;
-  v16_best_of4(z0.q0, z1.q0, &b.first.q0, &b.second.q0, &b.id1.q0, &b.id2.q0);
-  v16_best_of4(z0.q1, z1.q1, &b.first.q1, &b.second.q1, &b.id1.q1, &b.id2.q1);
-  v16_best_of4(z0.q2, z1.q2, &b.first.q2, &b.second.q2, &b.id1.q2, &b.id2.q2);
-  v16_best_of4(z0.q3, z1.q3, &b.first.q3, &b.second.q3, &b.id1.q3, &b.id2.q3);
-  return b;
-}
-
-V16 void v16_best_add4(float32x4_t z, float32x4_t ids, float32x4_t *first, float32x4_t *second, float32x4_t *id1, float32x4_t *id2) {
-  uint32x4_t top = vcgtq_f32(z, *first), next = vcgtq_f32(z, *second);
-  *second = v16_larger(*second, v16_smaller(*first, z));
-  *first = v16_larger(*first, z);
-  *id2 = vbslq_f32(top, *id1, vbslq_f32(next, ids, *id2));
-  *id1 = vbslq_f32(top, ids, *id1);
-}
-
-V16 void v16_best_add(v16_best *b, v16 z, int id) {
-  float32x4_t ids = vreinterpretq_f32_s32(vdupq_n_s32(id));
-  v16_best_add4(z.q0, ids, &b->first.q0, &b->second.q0, &b->id1.q0, &b->id2.q0);
-  v16_best_add4(z.q1, ids, &b->first.q1, &b->second.q1, &b->id1.q1, &b->id2.q1);
-  v16_best_add4(z.q2, ids, &b->first.q2, &b->second.q2, &b->id1.q2, &b->id2.q2);
-  v16_best_add4(z.q3, ids, &b->first.q3, &b->second.q3, &b->id1.q3, &b->id2.q3);
+V16 v16_best v16_best_merge(v16_best a, v16_best b) {
+  v16_mask swap = v16_greater(b.first, a.first);
+  v16 from_a = v16_select(swap, a.first, a.second), from_b = v16_select(swap, b.second, b.first);
+  v16_mask next = v16_greater(from_b, from_a);
+  v16 id_a = v16_select(swap, a.id1, a.id2), id_b = v16_select(swap, b.id2, b.id1);
+  return (v16_best){v16_select(swap, b.first, a.first), v16_select(next, from_b, from_a), v16_select(swap, b.id1, a.id1), v16_select(next, id_b, id_a)};
 }
 
 V16 void v16_store_pairs(float *p, v16 a, v16 b) {

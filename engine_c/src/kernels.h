@@ -99,13 +99,18 @@ typedef struct colibri_kernels {
   void (*attend)(const colibri_attend *a);
 
   /* Top-k of n tokens' gate logits z [n, ld], softmax over the chosen: ids, weights [n, k] by descending logit, ties to the lower index. experts <= 16, k == 2.
-   * Returns the index of the first token that has a NaN or infinite logit, or -1. weights = exp(z - zmax) / sum. */
+   * Returns the index of the first token that has a NaN or infinite logit, or -1. weights = exp(z - zmax) * (1 / sum). */
   int (*top2_softmax)(const float *z, int ld, int experts, int n, int32_t *ids, float *weights);
+
+  /* Top-k of n tokens' logits z [n, ld], 1 <= k <= experts <= 1024, k <= COLIBRI_MAX_TOP_K: ids [n, k] by descending logit, ties to the lower
+   * index. bad [n]: 1 for a token with a NaN or infinite logit, whose ids are 0..k-1; else 0. */
+  void (*top_k)(const float *z, int ld, int experts, int n, int k, int32_t *ids, uint8_t *bad);
 
   /* Index of the largest of x[n], ties to the lowest; NaN or infinity: -1. */
   int32_t (*argmax)(const float *x, int32_t n);
   /* sum of exp(x[i] - shift), 16 partial sums (i % 16), fixed tree. */
   float (*sum_exp)(const float *x, int32_t n, float shift);
+  void (*exp)(float *x, int32_t n); /* x[i] = colibri_expf(x[i]) */
 } colibri_kernels;
 
 /* One table an ISA; NULL where the compiler does not target that architecture. */
@@ -118,7 +123,7 @@ const colibri_kernels *colibri_kernels_get(void);
 /* colibri_isa_select(NULL) unless a set has been selected already: what opening a model or session calls. */
 int colibri_isa_ensure(colibri_error *err);
 
-/* The exponential all kernels share, exact sequence of operations in kernels_generic.c: colibri_expf(-inf) = 0, no other special case needed. */
+/* The exponential all kernels share, exact sequence of operations in expf.h: colibri_expf(-inf) = 0, no other special case needed. */
 float colibri_expf(float x);
 
 /* fp16 and bf16 conversions, round to nearest even. */

@@ -6,8 +6,8 @@
 #include "model.h"
 
 /* Routes n tokens: z [n, ld] gate logits (f32, ld >= experts) -> ids, weights [n, k], by descending score, ties to the lower index.
- * bad [n]: set to 1 for a token with a NaN or infinite logit, whose ids are then 0..k-1 and weights 0; else 0. Allocates nothing. Takes the
- * SIMD path (kernels->top2_softmax) for k == 2, experts <= 16, softmax over the chosen, and a general one otherwise; both agree bitwise. */
+ * bad [n]: set to 1 for a token with a NaN or infinite logit, whose ids are then 0..k-1 and weights 0; else 0. Allocates nothing. Takes
+ * kernels->top2_softmax for k == 2, experts <= 16, softmax over the chosen, and kernels->top_k and exp otherwise; both agree bitwise. */
 void colibri_route(const colibri_router *r, const colibri_kernels *kernels, const float *z, int ld, int n, int32_t *ids, float *weights,
                    uint8_t *bad);
 

@@ -100,9 +100,22 @@ static void bench_attend(const colibri_kernels *k, const float *x, float *out) {
   }
 }
 
+/* 16 tokens' selection by shape; fresh logits each call, 64 sets in turn. */
+static void bench_top_k(const colibri_kernels *k, const float *x) {
+  static const struct { int k, experts; } shapes[] = {{4, 32}, {6, 64}, {8, 64}, {8, 128}, {6, 160}, {8, 256}};
+  static int32_t ids[16 * 8];
+  static uint8_t bad[16];
+  printf("%-7s top k, 16 tokens:", k->name);
+  for (size_t s = 0; s < sizeof shapes / sizeof *shapes; s++) {
+    double took = SECONDS(256, k->top_k(x + 1024 * (i % 64), shapes[s].experts, shapes[s].experts, 16, shapes[s].k, ids, bad));
+    printf(" %d of %d %.0f ns;", shapes[s].k, shapes[s].experts, took * 1e9);
+  }
+  printf("\n");
+}
+
 static void bench_small(const colibri_kernels *k, const float *x, float *out) {
-  static int32_t ids[64];
-  static float weights[64];
+  static _Alignas(64) int32_t ids[64];
+  static _Alignas(64) float weights[64];
   double top2 = SECONDS(1000, k->top2_softmax(x + 16 * (i % 64), 8, 8, 16, ids, weights));
   double norm = SECONDS(100, k->rmsnorm(x, x, 1e-5f, HIDDEN, out));
   double gate = SECONDS(100, k->gate(x, NULL, 8, HIDDEN, x + 8 * HIDDEN, out));
@@ -123,6 +136,7 @@ int main(int argc, char **argv) {
     bench_gemm(colibri_kernels_get(), w, x, out);
     bench_attend(colibri_kernels_get(), x, out);
     bench_small(colibri_kernels_get(), x, out);
+    bench_top_k(colibri_kernels_get(), x);
   }
   free(w);
   free(x);

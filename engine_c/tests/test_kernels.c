@@ -151,6 +151,62 @@ static void test_top2(void) {
   }
 }
 
+/* One call of top_k for both; the generic one is the reference. Some values are not finite if `poison`. */
+static void check_top_k(int experts, int count, int n, int kind, int poison) {
+  int ld = experts + random_int(0, 3);
+  size_t floats = (size_t)((n - 1) * ld + experts), chosen = (size_t)(n * count);
+  float *z = random_floats(floats, kind % VALUE_KINDS);
+  int32_t *ids = fence_bytes(4 * chosen, 1), *want = fence_bytes(4 * chosen, 1);
+  uint8_t *bad = fence_bytes((size_t)n, 1), *bad_want = fence_bytes((size_t)n, 1);
+  for (size_t i = 0; kind == VALUE_KINDS && i < floats; i++) z[i] = rintf(4 * z[i]); /* ties */
+  for (size_t i = 0; kind == VALUE_KINDS + 1 && i < floats; i++) z[i] = 1 + (float)(check_random() & 31) * 0x1p-23f; /* differ in the bits a key gives up */
+  for (size_t i = 0; kind == VALUE_KINDS + 2 && i < floats; i++) z[i] = (check_random() & 1 ? 0x1p127f : -0x1p127f) * (0.5f + check_uniform()); /* sums overflow, values do not */
+  for (int i = 0; poison && i < 3; i++) z[random_int(0, n - 1) * ld + random_int(0, experts - 1)] = not_finite();
+  k->top_k(z, ld, experts, n, count, ids, bad);
+  generic->top_k(z, ld, experts, n, count, want, bad_want);
+  CHECK(!memcmp(bad, bad_want, (size_t)n), "%s top %d of %d, %d tokens, kind %d: other bad tokens", k->name, count, experts, n, kind);
+  CHECK(!memcmp(ids, want, 4 * chosen), "%s top %d of %d, %d tokens, kind %d: other experts", k->name, count, experts, n, kind);
+  fence_release();
+}
+
+static void test_top_k(void) {
+  static const int experts[] = {1, 2, 3, 5, 7, 8, 9, 16, 32, 60, 64, 128, 160, 256, 1024}, tokens[] = {1, 3, 7, 16, 19, 33};
+  for (int e = 0; e < 15; e++)
+    for (int count = 1; count <= experts[e] && count <= COLIBRI_MAX_TOP_K; count += count < 10 ? 1 : count < 16 ? 6 : count < 32 ? 16 : 1)
+      for (int t = 0; t < 6; t++)
+        for (int kind = 0; kind < VALUE_KINDS + 3; kind++)
+          if (experts[e] <= 64 || (t + kind + count) % 5 == 0) check_top_k(experts[e], count, tokens[t], kind, (t + kind) % 3 == 0);
+}
+
+/* Every choice of 0 and 1 for 16 experts sorts: what holds for those holds for all values. */
+static void test_networks(void) {
+  float z[16 * 16];
+  int32_t ids[16 * 16];
+  uint8_t bad[16];
+  for (int bits = 0; bits < 1 << 16; bits += 16) {
+    for (int t = 0; t < 16; t++)
+      for (int e = 0; e < 16; e++) z[16 * t + e] = (float)((bits + t) >> e & 1) + (float)(15 - e) * 0x1p-10f; /* no ties */
+    k->top_k(z, 16, 16, 16, 16, ids, bad);
+    for (int t = 0; t < 16; t++)
+      for (int i = 1; i < 16; i++) {
+        float before = z[16 * t + ids[16 * t + i - 1]], after = z[16 * t + ids[16 * t + i]];
+        CHECK(before > after, "%s top 16 of %04x: place %d", k->name, bits + t, i);
+      }
+  }
+}
+
+static void test_exp(void) {
+  for (int round = 0; round < ROUNDS; round++) {
+    int n = random_int(0, 70);
+    float *x = random_floats((size_t)n, round % VALUE_KINDS), *want = fence_floats((size_t)n);
+    for (int i = 0; i < n; i++) want[i] = x[i] = i % 5 ? x[i] * 40 : not_finite();
+    k->exp(x, n);
+    generic->exp(want, n);
+    CHECK_SAME(x, want, n, "%s exp n %d", k->name, n);
+    fence_release();
+  }
+}
+
 static void test_argmax(void) {
   for (int round = 0; round < ROUNDS; round++) {
     int n = random_int(1, 100);
@@ -201,6 +257,9 @@ static void test_isa(const char *isa) {
   test_axpy_and_add();
   test_rope();
   test_top2();
+  test_top_k();
+  test_networks();
+  test_exp();
   test_argmax();
   test_sum_exp();
   test_exponential();

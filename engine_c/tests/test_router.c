@@ -11,7 +11,7 @@
 #define MAX_N 67
 
 static const int expert_counts[] = {1, 2, 3, 5, 7, 8, 16, 17, 60, 64, 128, 256, 1024};
-static const int token_counts[] = {1, 2, 15, 16, 17, 33, MAX_N};
+static const int token_counts[] = {1, 2, 7, 15, 16, 17, 33, MAX_N};
 
 /* ---------------------------------------------------------------- reference */
 
@@ -86,7 +86,7 @@ static void compare_token(const char *isa, const colibri_router *r, enum fill fi
 static void sweep_one(const char *isa, int experts, int k, int weight, float scale) {
   colibri_router r = {COLIBRI_SCORE_SOFTMAX_ALL, weight, k, experts, scale};
   for (int fill = 0; fill < FILLS; fill++) {
-    int n = token_counts[check_random() % 7], ld = experts + (int)(check_random() % 4);
+    int n = token_counts[check_random() % 8], ld = experts + (int)(check_random() % 4);
     fill_logits(fill, z, ld, experts, n);
     memset(bad, 7, sizeof bad);
     colibri_route(&r, colibri_kernels_get(), z, ld, n, ids, weights, bad);
@@ -96,8 +96,8 @@ static void sweep_one(const char *isa, int experts, int k, int weight, float sca
 
 static void sweep(const char *isa) {
   for (size_t i = 0; i < sizeof expert_counts / sizeof *expert_counts; i++) {
-    int experts = expert_counts[i], ks[] = {1, 2, 3, 4, 8, experts < COLIBRI_MAX_TOP_K ? experts : COLIBRI_MAX_TOP_K};
-    for (int j = 0; j < 6; j++)
+    int experts = expert_counts[i], ks[] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, experts < COLIBRI_MAX_TOP_K ? experts : COLIBRI_MAX_TOP_K};
+    for (int j = 0; j < 11; j++)
       for (int weight = 0; weight < 2; weight++)
         if (ks[j] <= experts) sweep_one(isa, experts, ks[j], weight, j % 2 ? 1.0f : 2.5f);
   }
