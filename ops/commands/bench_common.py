@@ -54,8 +54,10 @@ def measure(
     name: str = "this machine",
     limit_is: str = "of limit",
     notes: Sequence[str] = (),
+    both: bool = False,
 ) -> Report:
-    """Measures the machine, runs the bench with that, prints the report and returns it. `name` is what a bench without a file is of."""
+    """Measures the machine, runs the bench with that, prints the report and returns it. `name` is what a bench without a file is of;
+    `both`: with JSON on stdout the table goes to stderr."""
     if path is not None:
         container_path(path)
     import engine_c
@@ -70,6 +72,6 @@ def measure(
     report = Report(bench, name if path is None else path.name, describe_machine(), rows, limits, limit_is=limit_is, notes=tuple(notes))
     if as_json:
         typer.echo(report.as_json())
-    else:
-        console().print(report.shown())
+    if not as_json or both:
+        console(stderr=as_json).print(report.shown())
     return report

@@ -75,6 +75,7 @@ def peers(
         lambda at: bench_peers(wish, config, meter=at.meter, limits=at.limits, say=lambda text: print(text, file=sys.stderr)),
         config=config,
         name=f"{shape} {quant.value}",
+        both=True,
         notes=(
             "ours: whole steps through scheduler and worker processes",
             "peers: llama-bench for prompts and one stream, llama-server with different random tokens for more",

@@ -100,11 +100,11 @@ def _whole_number(word: str, option: str) -> int:
         raise typer.BadParameter(f"{option} takes whole numbers separated by commas, not {word!r}") from None
 
 
-def console() -> Console:
-    """A rich console on stdout that is plain when stdout is not a terminal."""
+def console(*, stderr: bool = False) -> Console:
+    """A rich console on stdout (or stderr) that is plain when that is not a terminal."""
     from rich.console import Console
 
-    return Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    return Console(highlight=False, stderr=stderr, width=None if (sys.stderr if stderr else sys.stdout).isatty() else 160)
 
 
 def human_bytes(count: float) -> str:

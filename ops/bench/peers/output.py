@@ -30,7 +30,7 @@ class Answered:
 
     @property
     def rate(self) -> float:
-        """Tokens a second of this stream."""
+        """Tokens a second of this stream, as the server itself counts: the first token, which took no time of these, included."""
         return self.tokens / self.seconds
 
 
