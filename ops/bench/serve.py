@@ -46,11 +46,15 @@ class Run:
 
 
 def bench_serve(path: Path, config: BenchConfig, case: ServeCase, *, meter: Meter, limits: MachineLimits) -> list[Row]:
-    """The engine by itself, the clients' tokens a second (limit: the engine's), then microseconds a token by where they go."""
-    own = bench_decode(path, config, streams=case.streams, prompt=case.prompt, meter=meter, limits=limits)
+    """The engine by itself, before and after the service; the clients' tokens a second (limit: the engine's); then microseconds a token by
+    where they go."""
+    before = bench_decode(path, config, streams=case.streams, prompt=case.prompt, meter=meter, limits=limits)
     with serving(path, config, options=["--kv-memory", _kv_memory(path, config, case)]) as served:
         _run(served, replace(case, answer=16), seed=1)  # warms up: connections, code, pages
         run = _run(served, case, seed=2)
+    after = bench_decode(path, config, streams=case.streams, prompt=case.prompt, meter=meter, limits=limits)
+    python = (before.details["python"] + after.details["python"]) / 2
+    own = replace(before, samples=before.samples + after.samples, details={"python": python})
     window = window_of(run.streams)
     samples = rates(run.streams, window, config.samples)
     parts = break_down(_window(run, window), own, message_costs(path, tokens=2000))

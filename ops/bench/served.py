@@ -140,9 +140,9 @@ def snapshot(served: Served) -> Snapshot:
     threads = thread_seconds(served.pid)
     engine = sum(seconds for _tid, name, seconds in threads if name == THREAD_NAME)
     loop = sum(seconds for tid, _name, seconds in threads if tid == served.pid)
-    everything = sum(seconds for _tid, _name, seconds in threads)
+    others = sum(seconds for tid, name, seconds in threads if tid != served.pid and name != THREAD_NAME)
     workers = sum(seconds for pid in worker_pids(served.pid) for _tid, _name, seconds in thread_seconds(pid))
-    return Snapshot(time.monotonic(), totals, engine, loop, everything - engine - loop, workers)
+    return Snapshot(time.monotonic(), totals, engine, loop, others, workers)
 
 
 def read_totals(text: str) -> dict[str, float]:
