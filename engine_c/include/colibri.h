@@ -158,7 +158,8 @@ enum colibri_lane_state { COLIBRI_LANE_EMPTY = 0, COLIBRI_LANE_READY = 1, COLIBR
 /* Binds a lane to the process that will run it, before it attaches: pid and a pidfd (duplicated by the session). pidfd -1: the lane is
  * a thread of this process and is never killed. COLIBRI_ESTATE unless the lane is EMPTY or DEAD. */
 COLIBRI_API int colibri_lane_bind(colibri_session *session, int lane, int pid, int pidfd, colibri_error *err);
-/* Asks a lane to leave at the next step boundary (or at once if no step runs). Its thread returns from colibri_worker_run. */
+/* Asks a lane to leave at the next step boundary (or at once if no step runs). Its thread returns from colibri_worker_run. A lane that is EMPTY
+ * or DEAD is left alone: wait until it is READY before asking, or ask again. */
 COLIBRI_API int colibri_lane_leave(colibri_session *session, int lane);
 /* Says that a lane's process has ended and been seen to end; what it had claimed is run again. The lane becomes EMPTY. */
 COLIBRI_API int colibri_lane_dead(colibri_session *session, int lane);
