@@ -58,7 +58,7 @@ static uint64_t read_plain(const char *p, uint64_t bytes) {
 
 /* Vectors of 16 bytes are what a compiler makes of plain loops on any 64-bit CPU. */
 typedef float plain_f32 __attribute__((vector_size(16)));
-typedef int16_t plain_i16 __attribute__((vector_size(16)));
+typedef uint16_t plain_u16 __attribute__((vector_size(16)));
 
 static void peak_plain_f32(uint64_t *sink) {
   plain_f32 acc[CHAINS] = {{0}}, x = {0.5f, 0.5f, 0.5f, 0.5f}, y = x;
@@ -73,7 +73,7 @@ static void peak_plain_f32(uint64_t *sink) {
 }
 
 static void peak_plain_int8(uint64_t *sink) {
-  plain_i16 acc[CHAINS] = {{0}}, x = {3, 3, 3, 3, 3, 3, 3, 3}, y = {5, 5, 5, 5, 5, 5, 5, 5};
+  plain_u16 acc[CHAINS] = {{0}}, x = {3, 3, 3, 3, 3, 3, 3, 3}, y = {5, 5, 5, 5, 5, 5, 5, 5};
   OPAQUE(y);
   for (int n = 0; n < BURST; n++) {
     FOR_CHAINS {
@@ -101,7 +101,7 @@ static uint64_t read_avx2(const char *p, uint64_t bytes) {
     FOR_STREAMS sums[i] = _mm256_add_epi64(sums[i], _mm256_load_si256((const __m256i *)(p + 32 * i)));
   }
   FOR_STREAMS sum = _mm256_add_epi64(sum, sums[i]);
-  return (uint64_t)(_mm256_extract_epi64(sum, 0) + _mm256_extract_epi64(sum, 1) + _mm256_extract_epi64(sum, 2) + _mm256_extract_epi64(sum, 3));
+  return (uint64_t)(_mm256_extract_epi64(sum, 0) | _mm256_extract_epi64(sum, 1) | _mm256_extract_epi64(sum, 2) | _mm256_extract_epi64(sum, 3));
 }
 
 static void sink_256(const __m256i *acc, uint64_t *sink) {
@@ -167,7 +167,7 @@ static uint64_t read_avx512(const char *p, uint64_t bytes) {
     FOR_STREAMS sums[i] = _mm512_add_epi64(sums[i], _mm512_load_si512(p + LINE * i));
   }
   FOR_STREAMS sum = _mm512_add_epi64(sum, sums[i]);
-  return (uint64_t)_mm512_reduce_add_epi64(sum);
+  return (uint64_t)_mm512_reduce_or_epi64(sum);
 }
 
 static void peak_avx512_f32(uint64_t *sink) {
@@ -194,7 +194,7 @@ static void peak_avx512_int8(uint64_t *sink) {
     }
   }
   FOR_CHAINS sum = _mm512_xor_si512(sum, acc[i]);
-  *sink += (uint64_t)_mm512_reduce_add_epi64(sum);
+  *sink += (uint64_t)_mm512_reduce_or_epi64(sum);
 }
 
 COLIBRI_TARGET_END
@@ -210,7 +210,7 @@ static void peak_vnni_int8(uint64_t *sink) {
     }
   }
   FOR_CHAINS sum = _mm512_xor_si512(sum, acc[i]);
-  *sink += (uint64_t)_mm512_reduce_add_epi64(sum);
+  *sink += (uint64_t)_mm512_reduce_or_epi64(sum);
 }
 
 static void peak_avx512_bf16(uint64_t *sink) {
