@@ -34,6 +34,15 @@ static void test_prepare(void) {
     }
 }
 
+/* Halves go to the even neighbour: with 127 as the largest value the scale is 1. */
+static void test_prepare_ties(void) {
+  float x[32];
+  for (int i = 0; i < 32; i++) x[i] = i == 16 ? 127.0f : (float)i - 15.5f;
+  check_prepare(COLIBRI_INT8, x, 32, 1, 0, 1);
+  check_prepare(COLIBRI_INT4, x, 32, 1, 0, 1);
+  fence_release();
+}
+
 /* What the format promises, on the generic kernel: |q| <= 127, x = q * scale within half a step, offsets. */
 static void test_prepare_error(void) {
   for (int round = 0; round < ROUNDS; round++) {
@@ -250,6 +259,7 @@ static void test_isa(const char *isa) {
   generic = colibri_kernels_generic();
   CHECK(!strcmp(k->name, isa) && !strcmp(colibri_isa_name(), isa), "%s selected, %s runs", isa, k->name);
   test_prepare();
+  test_prepare_ties();
   test_prepare_error();
   test_rmsnorm();
   test_gate();
