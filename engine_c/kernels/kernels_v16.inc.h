@@ -8,7 +8,7 @@
  *   v16_first(n, a, b)                the first n lanes of a, the others of b
  *   v16_fold(a) v16_top(a)            sum in the order 8, 4, 2, 1; largest lane
  *   v16_scale(a, n, shifted)          a * 2^n rounded once; n also comes as the bits of shifted = n + 1.5 * 2^23
- *   v16_equal(a, b) v16_is_nan(a)     bit i set for lane i
+ *   v16_equal(a, b) v16_is_nan(a) v16_not_finite(a)    bit i set for lane i
  *   v16_amax_bits(a, b)               bits of the largest magnitude of 32 lanes as an integer
  *   v16_store_int8(q, a, b)           rounds 32 lanes to nearest even, stores them as int8, returns their sum
  *   v16_load_bf16 v16_store_bf16      and _n; nearest even, NaN stays NaN
@@ -261,30 +261,31 @@ V16 v16_best top2_of8(const v16 column[8], int id) {
   return v16_best_merge(a, b);
 }
 
-/* 8 experts of 16 tokens, the first n of them read and added to total, the others -inf, which is never chosen: it is larger than nothing. */
-V16 void expert_columns(const float *z, ptrdiff_t ld, int n, v16 column[8], v16 total[2]) {
+/* 8 experts of 16 tokens, the first n of them read, the others -inf, which is never chosen: it is larger than nothing. Adds products of pairs to
+ * *check, which is then not finite where a logit is not (or where finite ones overflow: whoever asks looks again). */
+V16 void expert_columns(const float *z, ptrdiff_t ld, int n, v16 column[8], v16 *check) {
+  v16 products = *check;
   v16_columns8(z, ld, n, column);
+  for (int e = 0; e < 8; e += 2)
+    if (e < n) products = v16_fma(column[e], column[e + 1 < n ? e + 1 : e], products);
   for (int e = 0; e < 8; e++)
-    if (e < n)
-      total[e & 1] = v16_add(total[e & 1], column[e]);
-    else
-      column[e] = v16_set1(-INFINITY);
+    if (e >= n) column[e] = v16_set1(-INFINITY);
+  *check = products;
 }
 
-/* 16 tokens. Returns a bit for each that may have a NaN or infinite logit: its sum is not finite. */
+/* 16 tokens. Returns a bit for each that may have a NaN or infinite logit. */
 V16 uint32_t top2_block(const float *z, ptrdiff_t ld, const int experts, int32_t *ids, float *weights) {
-  v16 column[8], total[2] = {v16_set1(0.0f), v16_set1(0.0f)};
-  expert_columns(z, ld, experts < 8 ? experts : 8, column, total);
+  v16 column[8], check = v16_set1(0.0f);
+  expert_columns(z, ld, experts < 8 ? experts : 8, column, &check);
   v16_best best = top2_of8(column, 0);
   if (experts > 8) {
-    expert_columns(z + 8, ld, experts - 8, column, total);
+    expert_columns(z + 8, ld, experts - 8, column, &check);
     best = v16_best_merge(best, top2_of8(column, 8));
   }
   v16 p = v16_exp_low(v16_sub(best.second, best.first)), inverse = v16_div(v16_set1(1.0f), v16_add(v16_set1(1.0f), p));
   v16_best_store(&best, ids);
   v16_store_pairs(weights, inverse, v16_mul(p, inverse));
-  v16 all = v16_add(total[0], total[1]);
-  return v16_is_nan(v16_sub(all, all));
+  return v16_not_finite(check);
 }
 
 /* The n < 16 tokens left over, by way of a full block with zeros behind. */
@@ -315,20 +316,23 @@ static __attribute__((noinline, cold)) int first_bad(const float *z, ptrdiff_t l
   return -1;
 }
 
-V16 int top2_blocks(const float *z, ptrdiff_t ld, const int experts, int n, int32_t *ids, float *weights) {
-  uint32_t suspect = 0;
-  for (int t = 0; t < n; t += 16)
-    suspect |= n - t < 16 ? top2_rest(z + t * ld, ld, experts, n - t, ids + 2 * t, weights + 2 * t) : top2_block(z + t * ld, ld, experts, ids + 2 * t, weights + 2 * t);
-  return __builtin_expect(suspect != 0, 0) ? first_bad(z, ld, experts, n) : -1;
-}
-
-/* Separate, so that the common one of 8 experts is not burdened with the other's set-up. */
+/* Separate, so that the common case of 16 tokens and 8 experts is not burdened with the others' set-up. */
 static __attribute__((noinline)) int top2_any(const float *z, ptrdiff_t ld, int experts, int n, int32_t *ids, float *weights) {
-  return top2_blocks(z, ld, experts, n, ids, weights);
+  uint32_t suspect = 0;
+  int t = 0;
+  for (; t + 16 <= n; t += 16, ids += 32, weights += 32)
+    switch (experts) {
+      case 8: suspect |= top2_block(z + t * ld, ld, 8, ids, weights); break;
+      case 16: suspect |= top2_block(z + t * ld, ld, 16, ids, weights); break;
+      default: suspect |= top2_block(z + t * ld, ld, experts, ids, weights); break;
+    }
+  if (t < n) suspect |= top2_rest(z + t * ld, ld, experts, n - t, ids, weights);
+  return suspect ? first_bad(z, ld, experts, n) : -1;
 }
 
 static int top2_softmax(const float *z, int ld, int experts, int n, int32_t *ids, float *weights) {
-  return experts == 8 ? top2_blocks(z, ld, 8, n, ids, weights) : top2_any(z, ld, experts, n, ids, weights);
+  if (n != 16 || experts != 8) return top2_any(z, ld, experts, n, ids, weights);
+  return __builtin_expect(top2_block(z, ld, 8, ids, weights) != 0, 0) ? first_bad(z, ld, experts, n) : -1;
 }
 
 /* ---------------------------------------------------------------- top k
@@ -379,29 +383,28 @@ typedef struct key_source {
 } key_source;
 
 /* The keys of 8 experts from e on, descending; -inf where there is no expert. */
-V16 void sorted_keys(const key_source *s, int e, v16 key[8], v16 total[2]) {
+V16 void sorted_keys(const key_source *s, int e, v16 key[8], v16 *check) {
   int n = s->experts - e;
   if (n >= 8)
-    expert_columns(s->z + e, s->ld, 8, key, total);
+    expert_columns(s->z + e, s->ld, 8, key, check);
   else
-    expert_columns(s->z + e, s->ld, n < 0 ? 0 : n, key, total);
+    expert_columns(s->z + e, s->ld, n < 0 ? 0 : n, key, check);
   for (int i = 0; i < 8; i++)
     if (i < n) key[i] = v16_tag(key[i], s->keep, (uint32_t)(e + i));
   sort8(key);
 }
 
-static void top_keys8(const key_source *s, v16 *key, v16 *below, v16 total[2]) {
-  v16 top[8], next[8], left = *below, sum[2] = {total[0], total[1]};
-  sorted_keys(s, 0, top, sum);
+static void top_keys8(const key_source *s, v16 *key, v16 *below, v16 *check) {
+  v16 top[8], next[8], left = *below, products = *check;
+  sorted_keys(s, 0, top, &products);
   for (int e = 8; e < s->experts; e += 8) {
-    sorted_keys(s, e, next, sum);
+    sorted_keys(s, e, next, &products);
     keep_larger(8, top, next, &left);
     clean8(top);
   }
   for (int i = 0; i < 8; i++) key[i] = top[i];
   *below = left;
-  total[0] = sum[0];
-  total[1] = sum[1];
+  *check = products;
 }
 
 /* A bitonic sequence of a power of two to descending order. */
@@ -413,8 +416,8 @@ static void clean(int size, v16 *x) {
 }
 
 /* The keys of `size` experts from e on, descending: runs of 8, merged. */
-static void sorted_run(const key_source *s, int e, int size, v16 *key, v16 total[2]) {
-  for (int i = 0; i < size; i += 8) sorted_keys(s, e + i, key + i, total);
+static void sorted_run(const key_source *s, int e, int size, v16 *key, v16 *check) {
+  for (int i = 0; i < size; i += 8) sorted_keys(s, e + i, key + i, check);
   for (int half = 8; half < size; half *= 2)
     for (int i = 0; i < size; i += 2 * half) {
       for (int j = 0; j < half; j++) exchange(&key[i + j], &key[i + 2 * half - 1 - j]);
@@ -423,11 +426,11 @@ static void sorted_run(const key_source *s, int e, int size, v16 *key, v16 total
     }
 }
 
-static void top_keys(const key_source *s, int size, v16 *key, v16 *below, v16 total[2]) {
+static void top_keys(const key_source *s, int size, v16 *key, v16 *below, v16 *check) {
   v16 next[TOP_KEYS];
-  sorted_run(s, 0, size, key, total);
+  sorted_run(s, 0, size, key, check);
   for (int e = size; e < s->experts; e += size) {
-    sorted_run(s, e, size, next, total);
+    sorted_run(s, e, size, next, check);
     keep_larger(size, key, next, below);
     clean(size, key);
   }
@@ -447,18 +450,17 @@ V16 uint32_t in_doubt(const v16 *key, int k, v16 next, uint32_t keep) {
 
 /* 16 tokens' numbers [16][TOP_KEYS]; returns a bit for each token that needs the generic kernel. */
 static uint32_t top_block(const float *z, ptrdiff_t ld, int experts, int k, int32_t number[TOP_KEYS][16]) {
-  v16 key[TOP_KEYS], below = v16_set1(-INFINITY), total[2] = {v16_set1(0.0f), v16_set1(0.0f)};
+  v16 key[TOP_KEYS], below = v16_set1(-INFINITY), check = v16_set1(0.0f);
   uint32_t tag = experts > 1 ? UINT32_MAX >> __builtin_clz((uint32_t)experts - 1) : 0;
   key_source s = {z, ld, experts, ~tag};
   int size = 8;
   while (size < k) size *= 2;
   if (size == 8)
-    top_keys8(&s, key, &below, total);
+    top_keys8(&s, key, &below, &check);
   else
-    top_keys(&s, size, key, &below, total);
+    top_keys(&s, size, key, &below, &check);
   for (int i = 0; i < k; i++) v16_store((float *)number[i], v16_and(key[i], tag));
-  v16 all = v16_add(total[0], total[1]);
-  return in_doubt(key, k, k < size ? key[k] : below, s.keep) | v16_is_nan(v16_sub(all, all));
+  return in_doubt(key, k, k < size ? key[k] : below, s.keep) | v16_not_finite(check);
 }
 
 /* n <= 16 tokens. */

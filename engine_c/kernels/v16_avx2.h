@@ -91,6 +91,8 @@ V16 v16 v16_other(v16 a, v16 b, v16 one) {
   return V16_BOTH(_mm256_xor_ps, a, one);
 }
 
+V16 uint32_t v16_not_finite(v16 a) { return v16_is_nan(v16_sub(a, a)); }
+
 V16 __m256i v16_magnitude(__m256 a) { return _mm256_and_si256(_mm256_castps_si256(a), _mm256_set1_epi32(0x7fffffff)); }
 
 V16 uint32_t v16_amax_bits(v16 a, v16 b) {
@@ -166,10 +168,11 @@ V16 void v16_transpose8(const float *x, ptrdiff_t ld, int n, __m256 c[8]) {
 }
 
 V16 void v16_columns8(const float *x, ptrdiff_t ld, int n, v16 column[8]) {
-  __m256 lo[8], hi[8];
-  v16_transpose8(x, ld, n, lo);
-  v16_transpose8(x + 8 * ld, ld, n, hi);
-  for (int i = 0; i < 8; i++) column[i] = (v16){lo[i], hi[i]};
+  __m256 half[8];
+  v16_transpose8(x, ld, n, half);
+  for (int i = 0; i < 8; i++) column[i].lo = half[i];
+  v16_transpose8(x + 8 * ld, ld, n, half);
+  for (int i = 0; i < 8; i++) column[i].hi = half[i];
 }
 
 typedef struct v16_best {
@@ -177,37 +180,28 @@ typedef struct v16_best {
   v16 id1, id2; /* int32 bits */
 } v16_best;
 
-V16 void v16_best_of8(__m256 z0, __m256 z1, int id, __m256 *first, __m256 *second, __m256 *id1, __m256 *id2) {
-  __m256i swap = _mm256_castps_si256(_mm256_cmp_ps(z1, z0, _CMP_GT_OQ)); /* -1 where true */
-  *first = _mm256_max_ps(z0, z1);
-  *second = _mm256_min_ps(z0, z1);
-  *id1 = _mm256_castsi256_ps(_mm256_sub_epi32(_mm256_set1_epi32(id), swap));
-  *id2 = _mm256_castsi256_ps(_mm256_add_epi32(_mm256_set1_epi32(id + 1), swap));
+V16 __m256 v16_greater8(__m256 a, __m256 b) { return _mm256_cmp_ps(a, b, _CMP_GT_OQ); }
+V16 v16 v16_greater(v16 a, v16 b) { return V16_BOTH(v16_greater8, a, b); } /* all ones or zeros in each lane */
+V16 v16 v16_select(v16 mask, v16 a, v16 b) { return (v16){_mm256_blendv_ps(b.lo, a.lo, mask.lo), _mm256_blendv_ps(b.hi, a.hi, mask.hi)}; }
+
+/* id + sign * mask, the mask's ones being -1. */
+V16 __m256 v16_step8(int id, int sign, __m256 mask) {
+  __m256i i = _mm256_set1_epi32(id), m = _mm256_castps_si256(mask);
+  return _mm256_castsi256_ps(sign > 0 ? _mm256_add_epi32(i, m) : _mm256_sub_epi32(i, m));
 }
 
 V16 v16_best v16_best_of(v16 z0, v16 z1, int id) {
-  v16_best b;
-  v16_best_of8(z0.lo, z1.lo, id, &b.first.lo, &b.second.lo, &b.id1.lo, &b.id2.lo);
-  v16_best_of8(z0.hi, z1.hi, id, &b.first.hi, &b.second.hi, &b.id1.hi, &b.id2.hi);
-  return b;
+  v16 swap = v16_greater(z1, z0);
+  v16 id1 = {v16_step8(id, -1, swap.lo), v16_step8(id, -1, swap.hi)}, id2 = {v16_step8(id + 1, 1, swap.lo), v16_step8(id + 1, 1, swap.hi)};
+  return (v16_best){v16_max(z0, z1), v16_min(z0, z1), id1, id2};
 }
 
-/* One half: f, s and i, j are the first, the second and their numbers of a, then of b. */
-V16 void v16_best_merge8(__m256 f[2], __m256 s[2], __m256 i[2], __m256 j[2], __m256 *first, __m256 *second, __m256 *id1, __m256 *id2) {
-  __m256 swap = _mm256_cmp_ps(f[1], f[0], _CMP_GT_OQ);
-  __m256 from_a = _mm256_blendv_ps(s[0], f[0], swap), from_b = _mm256_blendv_ps(f[1], s[1], swap), next = _mm256_cmp_ps(from_b, from_a, _CMP_GT_OQ);
-  *first = _mm256_max_ps(f[0], f[1]);
-  *second = _mm256_max_ps(from_a, from_b);
-  *id1 = _mm256_blendv_ps(i[0], i[1], swap);
-  *id2 = _mm256_blendv_ps(_mm256_blendv_ps(j[0], i[0], swap), _mm256_blendv_ps(i[1], j[1], swap), next);
-}
-
-#define V16_HALVES(half, field) ((__m256[2]){a.field.half, b.field.half})
 V16 v16_best v16_best_merge(v16_best a, v16_best b) {
-  v16_best c;
-  v16_best_merge8(V16_HALVES(lo, first), V16_HALVES(lo, second), V16_HALVES(lo, id1), V16_HALVES(lo, id2), &c.first.lo, &c.second.lo, &c.id1.lo, &c.id2.lo);
-  v16_best_merge8(V16_HALVES(hi, first), V16_HALVES(hi, second), V16_HALVES(hi, id1), V16_HALVES(hi, id2), &c.first.hi, &c.second.hi, &c.id1.hi, &c.id2.hi);
-  return c;
+  v16 swap = v16_greater(b.first, a.first);
+  v16 from_a = v16_select(swap, a.first, a.second), from_b = v16_select(swap, b.second, b.first);
+  v16 next = v16_greater(from_b, from_a);
+  v16 id_a = v16_select(swap, a.id1, a.id2), id_b = v16_select(swap, b.id2, b.id1);
+  return (v16_best){v16_max(a.first, b.first), v16_max(from_a, from_b), v16_select(swap, b.id1, a.id1), v16_select(next, id_b, id_a)};
 }
 
 V16 void v16_store_pairs(float *p, v16 a, v16 b) {

@@ -63,6 +63,8 @@ V16 v16 v16_other(v16 a, v16 b, v16 one) { /* 0x96: a ^ b ^ one */
   return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(_mm512_castps_si512(a), _mm512_castps_si512(b), _mm512_castps_si512(one), 0x96));
 }
 
+V16 uint32_t v16_not_finite(v16 a) { return _mm512_fpclass_ps_mask(a, 0x99); }
+
 V16 uint32_t v16_amax_bits(v16 a, v16 b) {
   __m512i mask = _mm512_set1_epi32(0x7fffffff);
   __m512i m = _mm512_max_epi32(_mm512_and_si512(_mm512_castps_si512(a), mask), _mm512_and_si512(_mm512_castps_si512(b), mask));
@@ -164,7 +166,8 @@ V16 void v16_store_pairs(float *p, v16 a, v16 b) {
 }
 
 V16 void v16_best_store(const v16_best *b, int32_t *ids) {
-  v16_store_pairs((float *)ids, _mm512_castsi512_ps(_mm512_cvtepu8_epi32(b->id1)), _mm512_castsi512_ps(_mm512_cvtepu8_epi32(b->id2)));
+  _mm512_storeu_si512(ids, _mm512_cvtepu8_epi32(_mm_unpacklo_epi8(b->id1, b->id2)));
+  _mm512_storeu_si512(ids + 16, _mm512_cvtepu8_epi32(_mm_unpackhi_epi8(b->id1, b->id2)));
 }
 
 #endif

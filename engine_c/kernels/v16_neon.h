@@ -115,6 +115,8 @@ V16 uint32x4_t v16_magnitude(float32x4_t a) { return vandq_u32(vreinterpretq_u32
 V16 uint32x4_t v16_magnitudes(v16 a) {
   return vmaxq_u32(vmaxq_u32(v16_magnitude(a.q0), v16_magnitude(a.q1)), vmaxq_u32(v16_magnitude(a.q2), v16_magnitude(a.q3)));
 }
+V16 uint32_t v16_not_finite(v16 a) { return v16_is_nan(v16_sub(a, a)); }
+
 V16 uint32_t v16_amax_bits(v16 a, v16 b) { return vmaxvq_u32(vmaxq_u32(v16_magnitudes(a), v16_magnitudes(b))); }
 
 /* 16 lanes as int8 to q, the sums of every fourth lane returned. */
