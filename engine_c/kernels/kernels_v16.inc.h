@@ -463,14 +463,25 @@ static uint32_t top_block(const float *z, ptrdiff_t ld, int experts, int k, int3
   return in_doubt(key, k, k < size ? key[k] : below, s.keep) | v16_not_finite(check);
 }
 
+/* 8 columns of 16 numbers to 16 rows of 8: three times two sequences to one that has an element of each in turn. */
+V16 void store_rows8(float *rows, const float column[8][16]) {
+  float pairs[4][32], fours[2][64];
+  for (int i = 0; i < 4; i++) v16_store_pairs(pairs[i], v16_load(column[i]), v16_load(column[i + 4]));
+  for (int i = 0; i < 2; i++)
+    for (int at = 0; at < 32; at += 16) v16_store_pairs(fours[i] + 2 * at, v16_load(pairs[i] + at), v16_load(pairs[i + 2] + at));
+  for (int at = 0; at < 64; at += 16) v16_store_pairs(rows + 2 * at, v16_load(fours[0] + at), v16_load(fours[1] + at));
+}
+
 /* n <= 16 tokens. */
 static void top_k_block(const float *z, int ld, int experts, int n, int k, int32_t *ids, uint8_t *bad) {
   int32_t number[TOP_KEYS][16];
   uint32_t doubt = top_block(z, ld, experts, k, number);
-  for (int t = 0; t < n; t++) {
-    bad[t] = 0;
-    for (int i = 0; i < k; i++) ids[t * k + i] = number[i][t];
-  }
+  memset(bad, 0, (size_t)n);
+  if (k == 8 && n == 16)
+    store_rows8((float *)ids, (const float(*)[16])number);
+  else
+    for (int t = 0; t < n; t++)
+      for (int i = 0; i < k; i++) ids[t * k + i] = number[i][t];
   for (doubt &= (1u << n) - 1; doubt; doubt &= doubt - 1) {
     int t = __builtin_ctz(doubt);
     colibri_kernels_generic()->top_k(z + (ptrdiff_t)t * ld, ld, experts, 1, k, ids + t * k, bad + t);

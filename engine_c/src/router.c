@@ -9,24 +9,49 @@
 
 #define FAST_EXPERTS 16 /* what kernels->top2_softmax takes */
 
-/* The weights [n, k] of n tokens' experts, ids [n, k]; 0 for a bad token. ids[0] has a token's largest logit. */
-static void weigh(const colibri_router *r, const colibri_kernels *kernels, const float *z, int ld, int n, const int32_t *ids, float *weights,
-                  const uint8_t *bad) {
-  int k = r->k;
-  for (int t = 0; t < n; t++) {
-    const float *row = z + (int64_t)t * ld;
-    float top = row[ids[t * k]];
-    for (int i = t * k; i < (t + 1) * k; i++) weights[i] = row[ids[i]] - top;
+/* Logits of the chosen less the largest, which is the first: [n, k]. k is a constant where it matters. */
+static inline __attribute__((always_inline)) void gather(const int k, const float *z, int ld, int n, const int32_t *restrict ids,
+                                                         float *restrict depth) {
+  for (int t = 0; t < n; t++, z += ld, ids += k, depth += k) {
+    float top = z[ids[0]];
+    for (int i = 0; i < k; i++) depth[i] = z[ids[i]] - top;
   }
-  kernels->exp(weights, n * k);
+}
+
+/* Exponentials [n, k] to weights: times 1 / their sum. Bad tokens get 0. */
+static inline __attribute__((always_inline)) void normalise(const int k, int n, const uint8_t *restrict bad, float *restrict weights) {
   for (int t = 0; t < n; t++, weights += k) {
-    const float *row = z + (int64_t)t * ld;
     float sum = 0;
     for (int i = 0; i < k; i++) sum += weights[i];
-    if (r->weight == COLIBRI_WEIGHT_SCORE && !bad[t]) sum = kernels->sum_exp(row, r->experts, row[ids[t * k]]);
     float inverse = 1.0f / sum;
-    for (int i = 0; i < k; i++) weights[i] = bad[t] ? 0 : weights[i] * inverse;
+    for (int i = 0; i < k; i++) weights[i] *= inverse;
+    if (__builtin_expect(bad[t], 0)) memset(weights, 0, (size_t)k * sizeof *weights);
   }
+}
+
+/* The same with the sum over all experts. */
+static void normalise_over_all(const colibri_router *r, const colibri_kernels *kernels, const float *z, int ld, int n, const int32_t *ids,
+                               const uint8_t *bad, float *weights) {
+  for (int t = 0; t < n; t++, z += ld, ids += r->k, weights += r->k) {
+    float inverse = bad[t] ? 0 : 1.0f / kernels->sum_exp(z, r->experts, z[ids[0]]);
+    for (int i = 0; i < r->k; i++) weights[i] = bad[t] ? 0 : weights[i] * inverse;
+  }
+}
+
+/* The weights [n, k] of n tokens' experts, ids [n, k]. Top 8 is the common one. */
+static void weigh(const colibri_router *r, const colibri_kernels *kernels, const float *z, int ld, int n, const int32_t *ids,
+                  const uint8_t *bad, float *weights) {
+  if (r->k == 8)
+    gather(8, z, ld, n, ids, weights);
+  else
+    gather(r->k, z, ld, n, ids, weights);
+  kernels->exp(weights, n * r->k);
+  if (r->weight == COLIBRI_WEIGHT_SCORE)
+    normalise_over_all(r, kernels, z, ld, n, ids, bad, weights);
+  else if (r->k == 8)
+    normalise(8, n, bad, weights);
+  else
+    normalise(r->k, n, bad, weights);
 }
 
 /* True if the fast path took all tokens; false (nothing promised of the outputs) if one of them holds a NaN or infinity. */
@@ -41,7 +66,7 @@ void colibri_route(const colibri_router *r, const colibri_kernels *kernels, cons
     memset(bad, 0, (size_t)n);
   } else {
     kernels->top_k(z, ld, r->experts, n, r->k, ids, bad);
-    weigh(r, kernels, z, ld, n, ids, weights, bad);
+    weigh(r, kernels, z, ld, n, ids, bad, weights);
   }
   if (r->scale != 1.0f)
     for (int64_t i = 0; i < (int64_t)n * r->k; i++) weights[i] *= r->scale;
