@@ -69,12 +69,19 @@ static void fill_team(colibri_session *s) {
   t->magic = COLIBRI_TEAM_MAGIC;
 }
 
+/* Zeroed memory on a cache line of its own: the router's vectors store whole lines. */
+static void *zeroed(size_t count, size_t size) {
+  size_t bytes = (count * size + 63) / 64 * 64;
+  void *p = aligned_alloc(64, bytes);
+  return p ? memset(p, 0, bytes) : NULL;
+}
+
 static int alloc_routing(colibri_session *s, colibri_error *err) {
   const colibri_model_info *i = &s->model->info;
   size_t layers = s->options.trace_routes && i->router_layers ? (size_t)i->router_layers : 1;
   size_t n = layers * (size_t)s->options.max_rows * (size_t)i->top_k;
-  s->route_ids = calloc(n, sizeof *s->route_ids);
-  s->route_weights = calloc(n, sizeof *s->route_weights);
+  s->route_ids = zeroed(n, sizeof *s->route_ids);
+  s->route_weights = zeroed(n, sizeof *s->route_weights);
   s->route_bad = calloc((size_t)s->options.max_rows, 1);
   s->expert_at = calloc((size_t)i->experts, sizeof *s->expert_at);
   s->expert_counts = calloc((size_t)i->layers * (size_t)i->experts, sizeof *s->expert_counts);
