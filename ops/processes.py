@@ -80,7 +80,7 @@ def _memory(pid: int, model: Path) -> tuple[int, int]:
     pss = weights = 0
     for header, fields in mappings(pid):
         pss += fields.get("Pss", 0)
-        if header.endswith(str(model)) or "memfd:colibri-model" in header:
+        if header.endswith(str(model)) or "memfd:colibri:" in header:
             weights += fields.get("Rss", 0)
     return pss, weights
 

@@ -13,7 +13,7 @@ from engine_c.structs import KV_FORMATS
 
 _PREFIX = "COLIBRI_"
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
-Load = Literal["map", "memfd"]
+Load = Literal["auto", "map", "memfd"]
 FrontLane = Literal["auto", "on", "off"]
 
 
@@ -34,7 +34,7 @@ class ServeConfig:
     metrics_host: str = "127.0.0.1"
     metrics_port: int | None = None  # Prometheus over HTTP; 0: any free one; None: none
 
-    load: Load = "map"  # weights: "map" the file or copy to a sealed "memfd"
+    load: Load = "auto"  # weights: "map" the file, copy to a sealed "memfd" on huge pages, or "auto": the copy if memory is plenty
     workers_per_node: int | None = None  # worker processes; 0: compute in this process; None: planned
     threads_per_worker: int | None = None  # lanes of a worker; None: planned
     front_lane: FrontLane = "auto"  # whether this process computes while it waits: auto, on, off

@@ -19,7 +19,7 @@ from workers.topology import read_topology
 
 log = logging.getLogger("colibri.workers")
 
-LoadMode = Literal["map", "memfd"]
+LoadMode = Literal["auto", "map", "memfd"]
 
 HUGE_PAGE = 2 << 20
 PIECE = 256 << 20
@@ -41,7 +41,7 @@ class ModelSegment:
     """An open descriptor of `bytes` bytes, exactly the container's length. huge_bytes of them lie on huge pages (0: not known)."""
 
     fd: int
-    mode: LoadMode
+    mode: Literal["map", "memfd"]
     bytes: int
     huge_bytes: int = 0
 
@@ -59,7 +59,8 @@ class ModelSegment:
 
 
 def open_segment(path: str | os.PathLike[str], *, mode: LoadMode = "map", available: int | None = None) -> ModelSegment:
-    """Opens a model for sharing. "map": the file, through the page cache. "memfd": a copy that nobody can change or resize any more.
+    """Opens a model for sharing. "map": the file, through the page cache. "memfd": a copy that nobody can change or resize any more, on
+    huge pages where the kernel can. "auto": the copy, which decodes faster, if it takes at most half of the free memory, else the file.
 
     available overrides what the machine and its control groups leave, in bytes. SegmentError if the file can't be read or the copy does not
     fit.
@@ -71,8 +72,12 @@ def open_segment(path: str | os.PathLike[str], *, mode: LoadMode = "map", availa
     file = ModelSegment(fd, "map", os.fstat(fd).st_size)
     if mode == "map":
         return file
+    if available is None:
+        available = read_topology().memory_available_bytes
+    if mode == "auto" and not 0 < 2 * file.bytes + RESERVE <= available:
+        return file
     with file:
-        _check_room(path, file.bytes, read_topology().memory_available_bytes if available is None else available)
+        _check_room(path, file.bytes, available)
         return _copy(path, file)
 
 

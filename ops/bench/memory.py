@@ -32,7 +32,7 @@ def share_of(maps: Iterable[tuple[str, Mapping[str, int]]], model: Path) -> Shar
     for header, fields in maps:
         pss = fields.get("Pss", 0)
         total += pss
-        if header.endswith(str(model)) or "memfd:colibri-model" in header:
+        if header.endswith(str(model)) or "memfd:colibri:" in header:
             weights += pss
         elif "memfd:colibri" in header:
             arena += pss

@@ -36,7 +36,12 @@ def _open_ms(path: Path) -> float:
 
 def _team_ms(path: Path, config: BenchConfig) -> float:
     options = SessionOptions(max_rows=config.max_rows, kv_blocks=_KV_BLOCKS, kv_format=KV_FORMATS[config.kv_format])
-    wish = TeamConfig(workers_per_node=config.workers_per_node, threads_per_worker=config.threads_per_worker, session=options)
+    wish = TeamConfig(
+        load_mode="auto",
+        workers_per_node=config.workers_per_node,
+        threads_per_worker=config.threads_per_worker,
+        session=options,
+    )
     begin = time.perf_counter()
     with Team.open(path, wish):
         return (time.perf_counter() - begin) * 1e3

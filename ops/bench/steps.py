@@ -98,7 +98,12 @@ def opened(path: Path, config: BenchConfig, *, streams: int, tokens: int) -> Ite
         kv_blocks=streams * (-(-tokens // KV_BLOCK) + 1),
         kv_format=KV_FORMATS[config.kv_format],
     )
-    team_config = TeamConfig(workers_per_node=config.workers_per_node, threads_per_worker=config.threads_per_worker, session=options)
+    team_config = TeamConfig(
+        load_mode="auto",
+        workers_per_node=config.workers_per_node,
+        threads_per_worker=config.threads_per_worker,
+        session=options,
+    )
     with Team.open(path, team_config) as team:
         yield Bench(team, options, config.seed)
 

@@ -25,6 +25,7 @@ class FrontLane(StrEnum):
 class Load(StrEnum):
     """How the weights come into memory."""
 
+    AUTO = "auto"
     MAP = "map"
     MEMFD = "memfd"
 
@@ -53,7 +54,7 @@ def register(app: typer.Typer) -> None:
         workers_per_node: Annotated[int | None, typer.Option(help="Worker processes per NUMA node; 0 computes in this process.")] = None,
         threads_per_worker: Annotated[int | None, typer.Option(help="Lanes of each worker.")] = None,
         front_lane: Annotated[FrontLane | None, typer.Option(help="Let the front end compute while it waits (auto).")] = None,
-        load: Annotated[Load | None, typer.Option(help="Map the file, or copy it to sealed memory (map).")] = None,
+        load: Annotated[Load | None, typer.Option(help="Map the file, copy it to memory, or auto: copy if there is plenty (auto).")] = None,
         max_seqs: Annotated[int | None, typer.Option(help="Sequences of a step (64).")] = None,
         max_rows: Annotated[int | None, typer.Option(help="Tokens of a step (512).")] = None,
         kv_memory: Annotated[str | None, typer.Option(help="KV cache, for instance 2GiB; planned by default.")] = None,

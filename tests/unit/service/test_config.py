@@ -28,7 +28,7 @@ def test_empty_variables_count_as_unset() -> None:
         ({"max_seqs": 0}, "max_seqs is 0"),
         ({"max_rows": 8, "max_seqs": 16}, "max_rows is 8, less than max_seqs 16"),
         ({"max_logit_rows": 8, "max_seqs": 16}, "max_logit_rows is 8"),
-        ({"load": "copy"}, "load is 'copy': it must be one of map, memfd"),
+        ({"load": "copy"}, "load is 'copy': it must be one of auto, map, memfd"),
         ({"kv_format": "int8"}, "kv_format is 'int8'"),
         ({"front_lane": "maybe"}, "front_lane is 'maybe'"),
         ({"workers_per_node": 0, "front_lane": "off"}, "nothing would compute"),

@@ -47,6 +47,13 @@ def test_memfd_can_be_mapped_but_never_changed(file: Path) -> None:
         assert refusal.value.errno == errno.EPERM
 
 
+def test_auto_copies_only_what_leaves_half_of_the_memory_free(file: Path) -> None:
+    needed = 2 * file.stat().st_size + (64 << 20)
+    for available, mode in ((needed, "memfd"), (needed - 1, "map")):
+        with open_segment(file, mode="auto", available=available) as segment:
+            assert segment.mode == mode
+
+
 def test_a_copy_that_does_not_fit_is_refused_with_what_it_needs_and_what_there_is(file: Path) -> None:
     before = os.listdir("/proc/self/fd")
     with pytest.raises(SegmentError, match=r"needs 68 MiB, 20 MiB is free; use load mode map"):

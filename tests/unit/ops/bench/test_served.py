@@ -54,7 +54,7 @@ def test_a_free_port_is_free() -> None:
 def test_shares_of_memory_are_told_apart_by_mapping() -> None:
     maps = [
         ("7f00-7f10 r--s 0 08:01 5 /models/m.colibri", {"Pss": 100, "Rss": 200}),
-        ("7f10-7f20 r--s 0 00:01 6 /memfd:colibri-model (deleted)", {"Pss": 10}),
+        ("7f10-7f20 r--s 0 00:01 6 /memfd:colibri:mm.colibri (deleted)", {"Pss": 10}),
         ("7f20-7f30 rw-s 0 00:01 7 /memfd:colibri-arena (deleted)", {"Pss": 20}),
         ("7f30-7f40 rw-p 0 00:00 0 [heap]", {"Pss": 3}),
     ]
