@@ -48,7 +48,8 @@ class Meter:
         lanes = len(cores.cpus)
         wish = size or max(_BYTES, _FEWEST * last_level_cache())
         self._part = max(_HUGE, wish // lanes // _HUGE * _HUGE)
-        self._memory = mmap.mmap(-1, self._part * lanes)
+        # Private: shared anonymous memory would be shmem, which gets no huge pages by madvise.
+        self._memory = mmap.mmap(-1, self._part * lanes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._memory.madvise(mmap.MADV_HUGEPAGE)
         self.write_gb_s = rate(self._each(lambda lane: probe_fill(self._memory, start=lane * self._part, size=self._part)))
 
