@@ -12,25 +12,9 @@ COLIBRI_TARGET_BEGIN(COLIBRI_TARGET_AVX2)
 #include "v16_avx2.h"
 #include "kernels_v16.inc.h"
 #include "attend_v16.inc.h"
+#include "table_v16.inc.h"
 
-static const colibri_kernels table = {
-  .name = "avx2",
-  .gemm = {colibri_gemm_f32_avx2, colibri_gemm_bf16_avx2, colibri_gemm_int8_avx2, colibri_gemm_int4_avx2},
-  .prepare = {prepare_f32, prepare_bf16, prepare_int8, prepare_int4},
-  .rmsnorm = rmsnorm,
-  .gate = gate,
-  .silu_mul = silu_mul,
-  .axpy = axpy,
-  .add = add,
-  .rope = rope,
-  .store_kv = store_kv,
-  .attend = attend,
-  .top2_softmax = top2_softmax,
-  .top_k = top_k,
-  .argmax = argmax,
-  .sum_exp = sum_exp,
-  .exp = exp_all,
-};
+static const colibri_kernels table = COLIBRI_TABLE_V16(avx2);
 
 const colibri_kernels *colibri_kernels_avx2(void) { return &table; }
 COLIBRI_TARGET_END
