@@ -1,20 +1,20 @@
-"""Who is being served right now: calls counted for draining, streams by request, news handed to them. On the loop's thread."""
+"""Whom a model serves right now: calls counted for draining, streams by request, news handed to them. On the loop's thread."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from service.engine import EngineThread
-from service.faults import Draining, ShutDown
+from service.faults import Draining, Fault, WorkersLost
 from service.plan import Update
 from service.request import Request
 from service.streams import Stream
 
 
 class Desk:
-    """One for a server."""
+    """One for a model."""
 
     def __init__(self, engine: EngineThread, *, stream_limit: int, stream_patience: float) -> None:
         self._engine = engine
@@ -22,6 +22,8 @@ class Desk:
         self._patience = stream_patience
         self._streams: dict[str, Stream] = {}
         self._calls = 0
+        self.tokens = 0  # generated so far
+        self.unable = ""  # why nothing will be computed for long; "": it will
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -58,6 +60,8 @@ class Desk:
     @contextmanager
     def stream(self, request: Request) -> Iterator[Stream]:
         """Submits a request (or raises the Fault that says why not); whatever ends the block, nothing of it is computed afterwards."""
+        if self.unable:
+            raise WorkersLost(ran=False, sentence=self.unable)
         stream = Stream(request, limit=self._limit, patience=self._patience, on_overflow=self._engine.abort)
         self._engine.submit(request)
         self._streams[request.id] = stream
@@ -73,6 +77,7 @@ class Desk:
         for update in updates:
             stream = self._streams.get(update.request.id)
             if stream is not None:
+                self.tokens += 0 if update.request.score else len(update.rows)
                 stream.push(update)
 
     def drain(self) -> None:
@@ -88,8 +93,8 @@ class Desk:
             return False
         return True
 
-    def break_off(self) -> None:
-        """Ends what is left, for the server goes down."""
+    def break_off(self, fault_of: Callable[[Request], Fault]) -> None:
+        """Ends what is left, each with its own fault."""
         for stream in self.streams:
             self._engine.abort(stream.request.id)
-            stream.push(Update(stream.request, fault=ShutDown(ran=stream.request.ran)))
+            stream.push(Update(stream.request, fault=fault_of(stream.request)))

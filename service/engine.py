@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -28,6 +29,7 @@ from service.scheduler import Scheduler
 log = logging.getLogger("colibri.service")
 THREAD_NAME = "colibri-engine"  # as top -H shows it; 15 characters at most
 _LANE_POLL = 0.02  # seconds between tries when nothing is left that computes
+_GONE_BREAK = 0.5  # seconds without such a try after which the lanes count as gone anew
 _EXPERTS_EVERY = 1.0  # seconds between looks at the experts' load
 _IDLE_CHECK_AFTER = 1.0  # seconds of idling before the books are checked
 
@@ -89,8 +91,10 @@ class EngineThread:
         self._wake = threading.Condition(self._lock)
         self._stopping = False
         self._draining = False
+        self._at_boundary: list[Callable[[], object]] = []
         self._totals = EngineTotals()
         self._next_look = 0.0
+        self._gone_since = self._gone_seen = -math.inf
         self._loop: asyncio.AbstractEventLoop | None = None
         self._deliver: Deliver | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -118,6 +122,16 @@ class EngineThread:
         """Calls a request off; it is out of the next step, and its memory free when the one that runs ends. False if it has ended."""
         with self._wake:
             return self._scheduler.abort(request_id)
+
+    async def boundary(self) -> None:
+        """Returns once the thread stands between two steps, at once if none runs: what is submitted by then is in its next step."""
+        loop, reached = asyncio.get_running_loop(), asyncio.Event()
+        with self._wake:
+            if not self.progress.alive:
+                raise EngineFault("ENGINE_STOPPED", "the engine has stopped; restart the server")
+            self._at_boundary.append(lambda: loop.call_soon_threadsafe(reached.set))
+            self._wake.notify()
+        await reached.wait()
 
     def drain(self) -> None:
         """Takes no new requests from now on."""
@@ -175,15 +189,21 @@ class EngineThread:
     def _wait_for_work(self) -> None:
         """Sleeps until there is work. A while into idling the books are checked, once: they are small then and nobody waits."""
         timeout: float | None = _IDLE_CHECK_AFTER
-        while not self._scheduler.has_work() and not self._stopping:
+        while True:
+            waiting, self._at_boundary = self._at_boundary, []
+            for tell in waiting:
+                with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits any more
+                    tell()
+            if self._scheduler.has_work() or self._stopping:
+                return
             if not self._wake.wait(timeout) and timeout is not None:
                 self._scheduler.check_integrity()
                 timeout = None
 
     def _step(self, plan: Plan) -> list[Update]:
-        started = self.progress.busy_since = time.monotonic()
+        self.progress.busy_since = time.monotonic()
         try:
-            results, stats = self._step_with_lanes(plan, started)
+            results, stats = self._step_with_lanes(plan)
         except _NoLanes as gone:
             sentence = str(gone)
             return self._failed(plan, lambda request: WorkersLost(ran=request.ran, sentence=sentence))
@@ -202,8 +222,11 @@ class EngineThread:
             self._totals = totals
             return self._scheduler.complete(plan, results, now=now)
 
-    def _step_with_lanes(self, plan: Plan, started: float) -> tuple[list[SeqResult], StepStats]:
-        """A step is a transaction: when nothing is left that computes it is tried again until a worker is back or time is up."""
+    def _step_with_lanes(self, plan: Plan) -> tuple[list[SeqResult], StepStats]:
+        """A step is a transaction: when nothing is left that computes it is tried again until a worker is back or time is up.
+
+        The time counts from when the lanes went, not anew for every step: who waits in the queue does not wait one grace after the other.
+        """
         while True:
             try:
                 result = self._session.step(plan.work)
@@ -213,10 +236,18 @@ class EngineThread:
                 if error.name != "ENOLANES":
                     raise
                 self.progress.lanes_gone = True
+                gone = self._gone_for(time.monotonic())
                 with self._wake:
-                    if self._stopping or time.monotonic() - started >= self._lane_grace:
+                    if self._stopping or gone >= self._lane_grace:
                         raise _NoLanes(str(error)) from error
                     self._wake.wait(_LANE_POLL)
+
+    def _gone_for(self, now: float) -> float:
+        """Seconds that steps have found no lane, as far as that was seen without a break."""
+        if now - self._gone_seen > _GONE_BREAK:
+            self._gone_since = now
+        self._gone_seen = now
+        return now - self._gone_since
 
     def _failed(self, plan: Plan, fault_of: Callable[[Request], Fault]) -> list[Update]:
         with self._lock:

@@ -102,6 +102,10 @@ def _engine(fault: faults.EngineFault) -> Refusal:
     return Refusal("INTERNAL", str(fault), [_info(fault.reason)])
 
 
+def _operator(fault: faults.OperatorFault) -> Refusal:
+    return Refusal(fault.code, str(fault), [_info(fault.reason, **fault.metadata)])
+
+
 _MAKERS: dict[type[faults.Fault], Callable[..., Refusal]] = {
     faults.InvalidField: _invalid,
     faults.UnreadableRequest: _unreadable,
@@ -114,4 +118,5 @@ _MAKERS: dict[type[faults.Fault], Callable[..., Refusal]] = {
     faults.ShutDown: _broken_off("SHUTDOWN"),
     faults.WorkersLost: _broken_off("WORKER_LOST"),
     faults.EngineFault: _engine,
+    faults.OperatorFault: _operator,
 }

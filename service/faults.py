@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 _SENTENCE_BYTES = 600
 _NAME_BYTES = 100
 
@@ -43,8 +45,9 @@ class UnreadableRequest(Fault):
 class UnknownModel(Fault):
     """The named model is not served here."""
 
-    def __init__(self, name: str, *, served: str) -> None:
-        super().__init__(f"model {shown(name)} is not served here; there is {served!r} (leave the name empty for it)")
+    def __init__(self, name: str, *, served: Sequence[str]) -> None:
+        there = shorten(", ".join(map(repr, served)))
+        super().__init__(f"model {shown(name)} is not served here; there is {there} (leave the name empty for the default)")
         self.name = shorten(name, _NAME_BYTES)
 
 
@@ -79,10 +82,10 @@ class Draining(Fault):
 
 
 class ShutDown(Fault):
-    """The server's drain grace ended before the request was done."""
+    """The grace that the server, or its model, gave before it went ended before the request was done."""
 
-    def __init__(self, *, ran: bool) -> None:
-        super().__init__("the server shut down before the request was done; send it again elsewhere")
+    def __init__(self, *, ran: bool, what: str = "the server shut down") -> None:
+        super().__init__(f"{what} before the request was done; send it again elsewhere")
         self.ran = ran
 
 
@@ -107,3 +110,13 @@ class EngineFault(Fault):
     def __init__(self, reason: str, sentence: str) -> None:
         super().__init__(sentence)
         self.reason = reason
+
+
+class OperatorFault(Fault):
+    """An operator's wish is refused or did not work out. `code` is a gRPC status by name, `reason` a short upper-case name of it."""
+
+    def __init__(self, code: str, reason: str, sentence: str, **metadata: str) -> None:
+        super().__init__(sentence)
+        self.code = code
+        self.reason = reason
+        self.metadata = {key: shorten(value, _NAME_BYTES) for key, value in metadata.items()}

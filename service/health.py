@@ -1,9 +1,10 @@
-"""grpc.health.v1. "" is liveness: this process answers. "colibri.v1.Inference" is readiness: a request sent now would be computed."""
+"""grpc.health.v1. "" is liveness: this process answers. "colibri.v1.Inference" is readiness: a request sent now would be computed.
+"colibri.v1.Inference/NAME" is the same of one model, by name."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 
 import grpc
 import grpc.aio
@@ -22,8 +23,9 @@ _Context = grpc.aio.ServicerContext[pb.HealthCheckRequest, pb.HealthCheckRespons
 
 def can_serve(progress: Progress, *, now: float, stall_after: float, anyone_computes: bool) -> bool:
     """Judged by what the engine does, not by whether its thread exists: it is up, has lanes, and no step takes too long."""
+    busy = progress.busy_since is not None
     stalled = progress.busy_since is not None and now - progress.busy_since > stall_after
-    return progress.alive and anyone_computes and not progress.lanes_gone and not stalled
+    return progress.alive and anyone_computes and not (busy and progress.lanes_gone) and not stalled
 
 
 class HealthServicer(health_pb2_grpc.HealthServicer):
@@ -38,6 +40,15 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
         status = _SERVING if serving else _NOT_SERVING
         if self._statuses.get(service) != status:
             self._statuses[service] = status
+            changed, self._changed = self._changed, asyncio.Event()
+            changed.set()
+
+    def keep(self, services: Collection[str]) -> None:
+        """Forgets all services but these."""
+        gone = [service for service in self._statuses if service not in services]
+        for service in gone:
+            del self._statuses[service]
+        if gone:
             changed, self._changed = self._changed, asyncio.Event()
             changed.set()
 

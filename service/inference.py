@@ -18,11 +18,12 @@ import grpc.aio
 from colibri.v1 import inference_pb2 as pb, inference_pb2_grpc
 from engine_c import GREEDY, RowResult
 from service.answer import Answer
-from service.desk import Desk
 from service.errors import Refusal, refusal
 from service.faults import EngineFault, Fault, InvalidField, ShutDown, WorkersLost
+from service.hosted import Hosted
 from service.messages import Narrator, score_response, timings
-from service.metrics import Metrics
+from service.metrics import ModelMetrics
+from service.models import ModelHost
 from service.params import read_max_tokens, read_sampling, read_stops, read_top_logprobs
 from service.request import Request
 from service.served import Prompt, ServedModel
@@ -38,9 +39,10 @@ _MAX_ID = 128
 
 @dataclass(slots=True)
 class Call:
-    """A call as it runs: its id, and the request it led to, if it came that far."""
+    """A call as it runs: its id, the model that answers it, and the request it led to, if it came that far."""
 
     id: str
+    hosted: Hosted | None = None
     request: Request | None = None
     greeted: bool = False  # initial metadata sent
 
@@ -71,41 +73,39 @@ def read_request_id(context: _Context) -> str:
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     """Holds no state of its own but a counter."""
 
-    def __init__(self, model: ServedModel, desk: Desk, metrics: Metrics) -> None:
-        self._model = model
-        self._desk = desk
-        self._metrics = metrics
+    def __init__(self, host: ModelHost) -> None:
+        self._host = host
         self._ids = itertools.count()
 
     # ------------------------------------------------------------ Generate
 
     async def Generate(self, request: pb.GenerateRequest, context: _Context) -> None:
         """Deltas, then one Finish."""
-        await self._answer(context, lambda call: self._generate(request, context, call))
+        await self._answer(context, request.model, lambda call, hosted: self._generate(request, context, call, hosted))
 
-    async def _generate(self, message: pb.GenerateRequest, context: _Context, call: Call) -> None:
-        self._model.check_name(message.model)
-        narrator = await self._prepare(message, context)
-        with self._desk.stream(narrator.request) as stream:
+    async def _generate(self, message: pb.GenerateRequest, context: _Context, call: Call, hosted: Hosted) -> None:
+        narrator = await self._prepare(message, context, hosted.model)
+        with hosted.desk.stream(narrator.request) as stream:
             call.request = narrator.request
             await call.greet(context)
             try:
-                await self._tell(narrator, stream, context, streaming=not message.HasField("stream") or message.stream)
+                streaming = not message.HasField("stream") or message.stream
+                await self._tell(narrator, stream, context, hosted.metrics, streaming=streaming)
             except (ShutDown, WorkersLost, EngineFault):
                 if narrator.request.ran:
                     narrator.reason = pb.FINISH_REASON_ABORT
-                    await self._send_finish(narrator, call, context)
+                    await self._send_finish(narrator, call, context, hosted)
                 raise
-        await self._send_finish(narrator, call, context)
-        self._observe(narrator)
+        await self._send_finish(narrator, call, context, hosted)
+        _observe(narrator, hosted.metrics)
 
-    async def _prepare(self, message: pb.GenerateRequest, context: _Context) -> Narrator:
+    async def _prepare(self, message: pb.GenerateRequest, context: _Context, model: ServedModel) -> Narrator:
         """Everything that can be wrong with a request is found here."""
-        model, bounds = self._model, self._model.bounds
+        bounds = model.bounds
         top_logprobs = read_top_logprobs(message)
         sampling = read_sampling(message.sampling, defaults=bounds.generation, top_logprobs=top_logprobs or 0)
         stops = read_stops(message.stop, bounds=bounds, has_tokenizer=model.tokenizer is not None)
-        prompt = await self._read_prompt(message)
+        prompt = await _read_prompt(model, message)
         max_tokens = read_max_tokens(message, prompt_tokens=len(prompt.tokens), field=prompt.field, bounds=bounds)
         request = Request(
             id=f"g{next(self._ids)}",
@@ -120,105 +120,91 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         answer = Answer(detokeniser, stops=stops.strings, include_stop=stops.include_string)
         return Narrator(request, answer, logprobs=top_logprobs is not None, bytes_of=model.token_bytes)
 
-    async def _tell(self, narrator: Narrator, stream: Stream, context: _Context, *, streaming: bool) -> None:
+    async def _tell(self, narrator: Narrator, stream: Stream, context: _Context, metrics: ModelMetrics, *, streaming: bool) -> None:
         last: float | None = None
         while not narrator.ended:
             before = narrator.tokens
             narrator.absorb(await stream.take())
-            last = self._observe_tokens(narrator.tokens - before, last)
+            last = _observe_tokens(metrics, narrator.tokens - before, last)
             delta = narrator.take_delta() if streaming or narrator.ended else None
             if delta is not None:
                 await stream.send(context.write(pb.GenerateResponse(delta=delta)))
         if narrator.fault is not None:
             raise narrator.fault
 
-    async def _send_finish(self, narrator: Narrator, call: Call, context: _Context) -> None:
-        finish = narrator.finish(model=self._model.name, request_id=call.id, now=time.monotonic())
+    async def _send_finish(self, narrator: Narrator, call: Call, context: _Context, hosted: Hosted) -> None:
+        finish = narrator.finish(model=hosted.name, request_id=call.id, now=time.monotonic())
         await context.write(pb.GenerateResponse(finish=finish))
 
     # ------------------------------------------------------------ Score and the rest
 
     async def Score(self, request: pb.ScoreRequest, context: _Context) -> pb.ScoreResponse:
         """Log-probabilities of given tokens."""
-        return await self._answer(context, lambda call: self._score(request, context, call))
+        return await self._answer(context, request.model, lambda call, hosted: self._score(request, context, call, hosted))
 
-    async def _score(self, message: pb.ScoreRequest, context: _Context, call: Call) -> pb.ScoreResponse:
-        self._model.check_name(message.model)
+    async def _score(self, message: pb.ScoreRequest, context: _Context, call: Call, hosted: Hosted) -> pb.ScoreResponse:
         sampling = replace(GREEDY, top_logprobs=read_top_logprobs(message) or 0)
-        prompt = await self._read_prompt(message)
-        self._check_score(prompt)
+        prompt = await _read_prompt(hosted.model, message)
+        _check_score(prompt, hosted.model.bounds.max_context)
         request = Request(f"s{next(self._ids)}", tuple(prompt.tokens), sampling, deadline=_deadline(context), score=True)
         rows: list[RowResult] = []
-        with self._desk.stream(request) as stream:
+        with hosted.desk.stream(request) as stream:
             call.request = request
             while not stream.over:
                 for update in await stream.take():
                     if update.fault is not None:
                         raise update.fault
                     rows += update.rows
-        self._metrics.count_tokens(prompt=len(request.prompt), generated=0)
+        hosted.metrics.count_tokens(prompt=len(request.prompt), generated=0)
         ended = time.monotonic()
-        tell = partial(score_response, request, rows, model=self._model.name, bytes_of=self._model.token_bytes, now=ended)
+        tell = partial(score_response, request, rows, model=hosted.name, bytes_of=hosted.model.token_bytes, now=ended)
         return await _aside(len(rows) * (1 + sampling.top_logprobs), tell)
-
-    def _check_score(self, prompt: Prompt) -> None:
-        count, most = len(prompt.tokens), self._model.bounds.max_context
-        if count < 2:
-            raise InvalidField(prompt.field, "has one token; a score needs at least two, since nothing predicts the first")
-        if count > most:
-            raise InvalidField(prompt.field, f"has {count} tokens; the context holds {most}")
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: _Context) -> pb.TokenizeResponse:
         """Text or a chat to tokens."""
 
-        async def work(_: Call) -> pb.TokenizeResponse:
-            self._model.check_name(request.model)
+        async def work(_: Call, hosted: Hosted) -> pb.TokenizeResponse:
             special = request.add_special_tokens if request.HasField("add_special_tokens") else True
-            prompt = await self._read_prompt(request, add_special_tokens=special)
-            return await _aside(len(prompt.tokens), lambda: self._tokenized(prompt))
+            prompt = await _read_prompt(hosted.model, request, add_special_tokens=special)
+            return await _aside(len(prompt.tokens), partial(_tokenized, hosted.model, prompt))
 
-        return await self._answer(context, work)
-
-    def _tokenized(self, prompt: Prompt) -> pb.TokenizeResponse:
-        pieces = [self._model.token_bytes(token) for token in prompt.tokens]
-        return pb.TokenizeResponse(token_ids=prompt.tokens, token_bytes=pieces, prompt=prompt.text)
+        return await self._answer(context, request.model, work)
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: _Context) -> pb.DetokenizeResponse:
         """Tokens to text."""
 
-        async def work(_: Call) -> pb.DetokenizeResponse:
-            self._model.check_name(request.model)
+        async def work(_: Call, hosted: Hosted) -> pb.DetokenizeResponse:
             skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
-            decode = partial(self._model.detokenise, request.token_ids, skip_special=skip)
+            decode = partial(hosted.model.detokenise, request.token_ids, skip_special=skip)
             return pb.DetokenizeResponse(text=await _aside(len(request.token_ids), decode))
 
-        return await self._answer(context, work)
+        return await self._answer(context, request.model, work)
 
     async def GetModel(self, request: pb.GetModelRequest, context: _Context) -> pb.GetModelResponse:
         """What the model is."""
 
-        async def work(_: Call) -> pb.GetModelResponse:
-            self._model.check_name(request.model)
-            return pb.GetModelResponse(model=self._model.describe())
+        async def work(_: Call, hosted: Hosted) -> pb.GetModelResponse:
+            return pb.GetModelResponse(model=hosted.describe())
 
-        return await self._answer(context, work)
+        return await self._answer(context, request.model, work)
 
     async def ListModels(self, request: pb.ListModelsRequest, context: _Context) -> pb.ListModelsResponse:
-        """All models, of which there is one."""
+        """All models that requests may name."""
 
-        async def work(_: Call) -> pb.ListModelsResponse:
-            return pb.ListModelsResponse(models=[self._model.describe()])
+        async def work(_: Call, __: Hosted) -> pb.ListModelsResponse:
+            return pb.ListModelsResponse(models=[hosted.describe() for hosted in self._host.models if hosted.takes_requests])
 
-        return await self._answer(context, work)
+        return await self._answer(context, "", work)
 
     # ------------------------------------------------------------ what they share
 
-    async def _answer(self, context: _Context, work: Callable[[Call], Awaitable[_Response]]) -> _Response:
-        """Runs a handler; a Fault becomes the call's status, and so does a bug of ours."""
+    async def _answer(self, context: _Context, model: str, work: Callable[[Call, Hosted], Awaitable[_Response]]) -> _Response:
+        """Runs a handler with the model that is meant; a Fault becomes the call's status, and so does a bug of ours."""
         call = Call(read_request_id(context))
         try:
-            with self._desk.call():
-                response = await work(call)
+            call.hosted = hosted = self._host.resolve(model)
+            with hosted.desk.call():
+                response = await work(call, hosted)
                 await call.greet(context)
                 context.set_trailing_metadata(call.trailers())
                 return response
@@ -236,7 +222,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     async def _refuse(self, context: _Context, call: Call, refused: Refusal) -> None:
         """Ends the call; does not return."""
-        self._metrics.count_failure(refused.code)
+        (call.hosted or self._host.default).metrics.count_failure(refused.code)
         log.debug("call %s: %s: %s", call.id, refused.code, refused.sentence)
         status = refused.status()
         try:
@@ -244,26 +230,42 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         except grpc.aio.InternalError as gone:  # grpcio would log a traceback for every caller that does not wait for its refusal
             raise asyncio.CancelledError from gone
 
-    async def _read_prompt(
-        self, message: pb.GenerateRequest | pb.ScoreRequest | pb.TokenizeRequest, *, add_special_tokens: bool = True
-    ) -> Prompt:
-        return await _aside(message.ByteSize(), partial(self._model.read_prompt, message, add_special_tokens=add_special_tokens))
 
-    def _observe_tokens(self, count: int, last: float | None) -> float:
-        now = time.monotonic()
-        if last is not None and count:
-            for _ in range(count):
-                self._metrics.inter_token.observe((now - last) / count)
-        return now
+def _check_score(prompt: Prompt, most: int) -> None:
+    count = len(prompt.tokens)
+    if count < 2:
+        raise InvalidField(prompt.field, "has one token; a score needs at least two, since nothing predicts the first")
+    if count > most:
+        raise InvalidField(prompt.field, f"has {count} tokens; the context holds {most}")
 
-    def _observe(self, narrator: Narrator) -> None:
-        request, metrics = narrator.request, self._metrics
-        metrics.count_success(pb.FinishReason.Name(narrator.reason).removeprefix("FINISH_REASON_").lower())
-        metrics.count_tokens(prompt=len(request.prompt), generated=narrator.tokens)
-        metrics.end_to_end.observe(time.monotonic() - request.arrived)
-        if request.started is not None and request.first_token is not None:
-            metrics.queue_time.observe(request.started - request.arrived)
-            metrics.first_token.observe(request.first_token - request.arrived)
+
+def _tokenized(model: ServedModel, prompt: Prompt) -> pb.TokenizeResponse:
+    pieces = [model.token_bytes(token) for token in prompt.tokens]
+    return pb.TokenizeResponse(token_ids=prompt.tokens, token_bytes=pieces, prompt=prompt.text)
+
+
+async def _read_prompt(
+    model: ServedModel, message: pb.GenerateRequest | pb.ScoreRequest | pb.TokenizeRequest, *, add_special_tokens: bool = True
+) -> Prompt:
+    return await _aside(message.ByteSize(), partial(model.read_prompt, message, add_special_tokens=add_special_tokens))
+
+
+def _observe_tokens(metrics: ModelMetrics, count: int, last: float | None) -> float:
+    now = time.monotonic()
+    if last is not None and count:
+        for _ in range(count):
+            metrics.inter_token.observe((now - last) / count)
+    return now
+
+
+def _observe(narrator: Narrator, metrics: ModelMetrics) -> None:
+    request = narrator.request
+    metrics.count_success(pb.FinishReason.Name(narrator.reason).removeprefix("FINISH_REASON_").lower())
+    metrics.count_tokens(prompt=len(request.prompt), generated=narrator.tokens)
+    metrics.end_to_end.observe(time.monotonic() - request.arrived)
+    if request.started is not None and request.first_token is not None:
+        metrics.queue_time.observe(request.started - request.arrived)
+        metrics.first_token.observe(request.first_token - request.arrived)
 
 
 async def _aside(size: int, work: Callable[[], _Result]) -> _Result:

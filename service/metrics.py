@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from http.server import HTTPServer
 from threading import Thread
@@ -30,37 +30,39 @@ class Snapshot:
 
 
 class Metrics:
-    """All metrics of a server. Observed from the loop, scraped from the HTTP server's thread."""
+    """All metrics of a server, labelled by model. Observed from the loop, scraped from the HTTP server's thread."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._model = model
         self._http: tuple[HTTPServer, Thread] | None = None
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(name, text, ["model_name", *labels], registry=self.registry)
 
         def histogram(name: str, text: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
-            made = Histogram(name, text, ["model_name"], registry=self.registry, buckets=buckets)
-            return made.labels(model)
+            return Histogram(name, text, ["model_name"], registry=self.registry, buckets=buckets)
 
-        self._prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens taken in.").labels(model)
-        self._generation_tokens = counter("vllm:generation_tokens", "Tokens generated.").labels(model)
-        self._successes = counter("vllm:request_success", "Requests answered, by how they ended.", "finished_reason")
-        self._refusals = counter("colibri_requests_failed", "Requests that ended with a status other than OK.", "code")
+        self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens taken in.")
+        self.generation_tokens = counter("vllm:generation_tokens", "Tokens generated.")
+        self.successes = counter("vllm:request_success", "Requests answered, by how they ended.", "finished_reason")
+        self.failures = counter("colibri_requests_failed", "Requests that ended with a status other than OK.", "code")
         self.first_token = histogram("vllm:time_to_first_token_seconds", "From acceptance to the first token.")
         self.inter_token = histogram("vllm:inter_token_latency_seconds", "Between tokens of one answer.", _TOKEN_SECONDS)
         self.end_to_end = histogram("vllm:e2e_request_latency_seconds", "From acceptance to the end.")
         self.queue_time = histogram("vllm:request_queue_time_seconds", "From acceptance to the first step.")
+
+    def model(self, name: str) -> ModelMetrics:
+        """Those of one model."""
+        return ModelMetrics(self, name)
 
     @property
     def port(self) -> int | None:
         """Of the HTTP server, if it runs."""
         return None if self._http is None else self._http[0].server_port
 
-    def read_from(self, snapshot: Callable[[], Snapshot]) -> None:
-        """Where the gauges and engine counters come from."""
-        self.registry.register(_EngineCollector(self._model, snapshot))
+    def read_from(self, snapshots: Callable[[], Mapping[str, Snapshot]]) -> None:
+        """Where the gauges and engine counters of each model come from."""
+        self.registry.register(_EngineCollector(snapshots))
 
     def serve(self, host: str, port: int) -> None:
         """Starts the HTTP server. Raises OSError if the address cannot be had."""
@@ -75,6 +77,22 @@ class Metrics:
             thread.join()
             self._http = None
 
+
+class ModelMetrics:
+    """What is observed of one model."""
+
+    def __init__(self, shared: Metrics, model: str) -> None:
+        self._shared = shared
+        self._model = model
+        self._reasons: set[str] = set()
+        self._codes: set[str] = set()
+        self._prompt_tokens = shared.prompt_tokens.labels(model)
+        self._generation_tokens = shared.generation_tokens.labels(model)
+        self.first_token = shared.first_token.labels(model)
+        self.inter_token = shared.inter_token.labels(model)
+        self.end_to_end = shared.end_to_end.labels(model)
+        self.queue_time = shared.queue_time.labels(model)
+
     def count_tokens(self, *, prompt: int, generated: int) -> None:
         """Tokens of a request that has ended."""
         self._prompt_tokens.inc(prompt)
@@ -82,36 +100,55 @@ class Metrics:
 
     def count_success(self, reason: str) -> None:
         """A request answered."""
-        self._successes.labels(self._model, reason).inc()
+        self._reasons.add(reason)
+        self._shared.successes.labels(self._model, reason).inc()
 
     def count_failure(self, code: str) -> None:
         """A request refused or broken off with this status code."""
-        self._refusals.labels(self._model, code).inc()
+        self._codes.add(code)
+        self._shared.failures.labels(self._model, code).inc()
+
+    def forget(self) -> None:
+        """The model is gone; a page scraped from now on does not have it."""
+        shared = self._shared
+        for metric in (shared.first_token, shared.inter_token, shared.end_to_end, shared.queue_time):
+            metric.remove(self._model)
+        for counter in (shared.prompt_tokens, shared.generation_tokens):
+            counter.remove(self._model)
+        for reason in self._reasons:
+            shared.successes.remove(self._model, reason)
+        for code in self._codes:
+            shared.failures.remove(self._model, code)
 
 
 class _EngineCollector(Collector):
-    def __init__(self, model: str, snapshot: Callable[[], Snapshot]) -> None:
-        self._model = model
-        self._snapshot = snapshot
+    def __init__(self, snapshots: Callable[[], Mapping[str, Snapshot]]) -> None:
+        self._snapshots = snapshots
 
     def describe(self) -> list[Metric]:
         return []  # nothing is collected at registration, when the engine may not yet run
 
     def collect(self) -> Iterator[Metric]:
-        snapshot = self._snapshot()
-        for name, text, value in _gauges(snapshot):
-            gauge = GaugeMetricFamily(name, text, labels=["model_name"])
-            gauge.add_metric([self._model], value)
-            yield gauge
+        snapshots = self._snapshots()
+        yield from _families(GaugeMetricFamily, {model: _gauges(snapshot) for model, snapshot in snapshots.items()})
         text = "Tokens of a layer's busiest expert over the mean."
         skew = GaugeMetricFamily("colibri_expert_load_max_over_mean", text, labels=["model_name", "layer"])
-        for layer, value in enumerate(snapshot.engine.expert_skew):
-            skew.add_metric([self._model, str(layer)], value)
+        for model, snapshot in snapshots.items():
+            for layer, value in enumerate(snapshot.engine.expert_skew):
+                skew.add_metric([model, str(layer)], value)
         yield skew
-        for name, text, value in _counters(snapshot):
-            counter = CounterMetricFamily(name, text, labels=["model_name"])
-            counter.add_metric([self._model], value)
-            yield counter
+        yield from _families(CounterMetricFamily, {model: _counters(snapshot) for model, snapshot in snapshots.items()})
+
+
+def _families(
+    kind: type[GaugeMetricFamily] | type[CounterMetricFamily], rows: Mapping[str, list[tuple[str, str, float]]]
+) -> list[GaugeMetricFamily | CounterMetricFamily]:
+    """A family for each name, with a sample for each model; every model has the same names."""
+    families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
+    for model, values in rows.items():
+        for name, text, value in values:
+            families.setdefault(name, kind(name, text, labels=["model_name"])).add_metric([model], value)
+    return list(families.values())
 
 
 def _gauges(snapshot: Snapshot) -> list[tuple[str, str, float]]:

@@ -14,7 +14,6 @@ from google.protobuf.message import DecodeError
 
 from service.errors import refusal
 from service.faults import UnreadableRequest
-from service.metrics import Metrics
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 _MAKERS = {
@@ -34,8 +33,9 @@ class _Unreadable:
 class ReadingInterceptor(grpc.aio.ServerInterceptor):
     """Passes on to handlers only what could be read."""
 
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
+    def __init__(self, count_failure: Callable[[str], None]) -> None:
+        """`count_failure` is told the status code of each refusal."""
+        self._count_failure = count_failure
 
     async def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
@@ -75,7 +75,7 @@ class ReadingInterceptor(grpc.aio.ServerInterceptor):
     async def _check(self, request: Any, context: _Context) -> None:
         if isinstance(request, _Unreadable):
             refused = refusal(UnreadableRequest(request.cause))
-            self._metrics.count_failure(refused.code)
+            self._count_failure(refused.code)
             status = refused.status()
             await context.abort(status.code, status.details or "", status.trailing_metadata or ())
 

@@ -11,7 +11,7 @@ from service.artifact import Artifact
 from service.chat import ChatError, ChatTemplate
 from service.config import ConfigError
 from service.detokenise import decode
-from service.faults import InvalidField, UnknownModel
+from service.faults import InvalidField
 from service.params import Bounds, check_tokens
 from service.tokenizer import Tokenizer, TokenizerError
 
@@ -35,11 +35,6 @@ class ServedModel:
     bounds: Bounds
     tokenizer: Tokenizer | None = None
     template: ChatTemplate | None = field(default=None, repr=False)
-
-    def check_name(self, name: str) -> None:
-        """Raises UnknownModel."""
-        if name not in ("", self.name):
-            raise UnknownModel(name, served=self.name)
 
     def read_prompt(self, message: pb.GenerateRequest | pb.ScoreRequest | pb.TokenizeRequest, *, add_special_tokens: bool = True) -> Prompt:
         """The tokens of a request's input. Raises InvalidField."""
@@ -151,8 +146,8 @@ def begin_once(tokens: list[int], first: int) -> list[int]:
     return [first, *tokens[rest:]]
 
 
-def make_served(artifact: Artifact, info: ModelInfo, *, name: str, kv_tokens: int, default_max_tokens: int) -> ServedModel:
-    """Puts a model together. `kv_tokens` is what the KV memory holds. Raises ConfigError if tokenizer or template are unusable."""
+def load_texts(artifact: Artifact) -> tuple[Tokenizer | None, ChatTemplate | None]:
+    """A model's tokenizer and chat template, which takes a while. Raises ConfigError if they are unusable. Any thread."""
     tokenizer = template = None
     try:
         if artifact.tokenizer is not None:
@@ -161,6 +156,20 @@ def make_served(artifact: Artifact, info: ModelInfo, *, name: str, kv_tokens: in
             template = _make_template(artifact, tokenizer)
     except (TokenizerError, ChatError) as error:
         raise ConfigError(f"{artifact.path}: {error}") from error
+    return tokenizer, template
+
+
+def make_served(
+    artifact: Artifact,
+    info: ModelInfo,
+    tokenizer: Tokenizer | None,
+    template: ChatTemplate | None,
+    *,
+    name: str,
+    kv_tokens: int,
+    default_max_tokens: int,
+) -> ServedModel:
+    """Puts a model together. `kv_tokens` is what the KV memory holds."""
     context = min(info.max_context, kv_tokens)
     bounds = Bounds(info.vocab, context, min(default_max_tokens, context), artifact.generation)
     return ServedModel(name or artifact.name, artifact, info, bounds, tokenizer, template)

@@ -21,24 +21,18 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from colibri.v1 import inference_pb2, inference_pb2_grpc
-from engine_c import KV_BLOCK, KV_FORMATS, LANE_ACTIVE, LANE_READY, SessionOptions
 from service.address import check_address
-from service.artifact import Artifact, read_artifact
-from service.blocks import BlockPool
+from service.artifact import read_artifact
 from service.config import ConfigError, ServeConfig
-from service.desk import Desk
-from service.engine import EngineThread
-from service.health import LIVENESS, READINESS, HealthServicer, can_serve
+from service.health import LIVENESS, READINESS, HealthServicer
+from service.hosted import Hosted
 from service.inference import InferenceServicer
 from service.metrics import Metrics, Snapshot
-from service.plan import Limits
+from service.models import ModelHost
 from service.reading import ReadingInterceptor
-from service.scheduler import Scheduler
-from service.served import ServedModel, make_served
-from workers.team import Team, TeamConfig
 
 log = logging.getLogger("colibri.service")
-_HEALTH_EVERY = 0.1  # seconds between looks at the engine
+_HEALTH_EVERY = 0.05  # seconds between looks at the engine
 _SWITCH = 0.0002  # seconds; Python's 5 ms is how long the engine thread would wait between steps while the loop has messages to write
 _FAREWELL = 1.0  # seconds for the statuses of broken-off calls to reach their callers
 _SERVICES = (
@@ -63,43 +57,24 @@ def channel_options(max_message_bytes: int) -> list[tuple[str, int]]:
     ]
 
 
-def team_config(config: ServeConfig) -> TeamConfig:
-    """The part of the settings that the engine and its workers are built from."""
-    options = SessionOptions(
-        max_rows=config.max_rows,
-        max_seqs=config.max_seqs,
-        max_logit_rows=config.logit_rows,
-        kv_format=KV_FORMATS[config.kv_format],
-        spin_us=config.spin_us,
-        hang_ms=config.hang_ms,
-    )
-    return TeamConfig(
-        load_mode=config.load,
-        workers_per_node=config.workers_per_node,
-        threads_per_worker=config.threads_per_worker,
-        front_lane=config.front_lane,
-        session=options,
-        kv_bytes=config.kv_memory,
-        start_timeout_s=config.start_timeout,
-    )
-
-
 class Server:
-    """One model behind one address. `run()` is its whole life; startup, serve and shutdown are its parts, for one event loop."""
+    """Models behind one address. `run()` is its whole life; startup, serve and shutdown are its parts, for one event loop."""
 
     def __init__(self, config: ServeConfig) -> None:
         self.config = config
-        self.model: ServedModel
-        self.team: Team
-        self.engine: EngineThread
-        self.desk: Desk
-        self.metrics: Metrics
-        self.health: HealthServicer
+        self.metrics = Metrics()
+        self.host = ModelHost(config, self.metrics)
+        self.health = HealthServicer()
         self.port = 0  # bound; 0 on a unix socket
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
         self._watch: asyncio.Task[None] | None = None
         self._undo = contextlib.AsyncExitStack()
+
+    @property
+    def default(self) -> Hosted:
+        """The default model with what serves it."""
+        return self.host.default
 
     def run(self) -> None:
         """Serves until SIGTERM or SIGINT and drains. Raises ConfigError, or what the engine and workers raise, if it cannot start."""
@@ -128,23 +103,16 @@ class Server:
         config, undo = self.config, self._undo
         artifact = read_artifact(config.model)
         await asyncio.to_thread(check_address, config)
-        self.team = await asyncio.to_thread(Team.open, config.model, team_config(config))
-        undo.push_async_callback(asyncio.to_thread, self.team.close)
-        self.model = self._make_model(artifact)
-        self.metrics = Metrics(self.model.name)
-        self.engine = EngineThread(self.team.session, self._make_scheduler(), lane_grace=config.lane_grace)
-        self.desk = Desk(self.engine, stream_limit=config.stream_buffer_tokens, stream_patience=config.stream_patience)
-        self.engine.start(asyncio.get_running_loop(), self.desk.deliver)
-        undo.push_async_callback(self._stop_engine)
-        self.metrics.read_from(self._snapshot)
+        undo.push_async_callback(self.host.close)
+        await self.host.start(artifact)
+        self.metrics.read_from(self._snapshots)
         undo.callback(self.metrics.close)
         self._start_metrics()
-        self.health = HealthServicer()
         await self._listen()
-        self._watch = asyncio.create_task(self._watch_engine())
+        self._watch = asyncio.create_task(self._watch_engines())
         undo.callback(self._watch.cancel)
-        self._look_at_engine()
-        log.info("serving %s on %s (worker processes: %d)", self.model.name, self._listening, len(self.team.plan.workers))
+        self._look_at_engines()
+        log.info("serving %s on %s (worker processes: %d)", self.default.name, self._listening, len(self.default.team.plan.workers))
 
     @property
     def target(self) -> str:
@@ -159,33 +127,6 @@ class Server:
         """The address listened on, with the port that was taken."""
         return self.config.address if self.config.unix_socket else self.config.with_(port=self.port).address
 
-    def _make_model(self, artifact: Artifact) -> ServedModel:
-        return make_served(
-            artifact,
-            self.team.model.info,
-            name=self.config.name,
-            kv_tokens=self.team.session.options.kv_blocks * KV_BLOCK,
-            default_max_tokens=self.config.default_max_tokens,
-        )
-
-    def _make_scheduler(self) -> Scheduler:
-        options = self.team.session.options
-        limits = Limits(
-            max_rows=options.max_rows,
-            max_seqs=options.max_seqs,
-            max_logit_rows=options.max_logit_rows,
-            max_queue=self.config.max_queue,
-            max_queue_tokens=self.config.max_queue_tokens,
-            prefill_seconds=self.config.prefill_seconds,
-        )
-        return Scheduler(limits, BlockPool(options.kv_blocks))
-
-    async def _stop_engine(self) -> None:
-        """A step must have ended before the session may be freed; one that never does is left to the end of the process."""
-        if not await asyncio.to_thread(self.engine.stop):
-            log.critical("the engine is stuck in a step; ending the process with everything still open")
-            os._exit(1)
-
     def _start_metrics(self) -> None:
         if self.config.metrics_port is None:
             return
@@ -196,10 +137,10 @@ class Server:
             raise ConfigError(f"metrics cannot be served on {where}: {error.strerror or error}; choose another metrics_port") from error
 
     async def _listen(self) -> None:
-        options = channel_options(self.config.max_message_bytes or self.model.bounds.message_bytes)
-        checks = (ReadingInterceptor(self.metrics),)
+        options = channel_options(self.config.max_message_bytes or self.default.model.bounds.message_bytes)
+        checks = (ReadingInterceptor(lambda code: self.default.metrics.count_failure(code)),)
         server = grpc.aio.server(options=options, maximum_concurrent_rpcs=self.config.rpcs, interceptors=checks)
-        inference_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(self.model, self.desk, self.metrics), server)
+        inference_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(self.host), server)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, server)
         reflection.enable_server_reflection(_SERVICES, server)
         try:
@@ -227,17 +168,17 @@ class Server:
     async def drain(self) -> None:
         """Readiness off, nothing new taken, what is under way finished within the grace or until hurried."""
         self.health.set(READINESS, serving=False)
-        self.desk.drain()
-        log.info("draining %d calls, for %.0f s at the most", self.desk.calls, self.config.drain_grace)
-        idle = asyncio.create_task(self.desk.wait_idle(self.config.drain_grace))
+        self.host.drain()
+        log.info("draining %d calls, for %.0f s at the most", self.host.calls, self.config.drain_grace)
+        idle = asyncio.create_task(self.host.wait_idle(self.config.drain_grace))
         hurry = asyncio.create_task(self._hurry.wait())
         await asyncio.wait((idle, hurry), return_when=asyncio.FIRST_COMPLETED)
         for task in (idle, hurry):
             task.cancel()
-        if self.desk.calls:
-            log.warning("breaking off %d calls", self.desk.calls)
-            self.desk.break_off()
-            await self.desk.wait_idle(_FAREWELL)
+        if self.host.calls:
+            log.warning("breaking off %d calls", self.host.calls)
+            self.host.break_off()
+            await self.host.wait_idle(_FAREWELL)
 
     async def shutdown(self) -> None:
         """Closes everything, in reverse order of startup. A call that is still under way sees UNAVAILABLE or is cancelled."""
@@ -246,30 +187,26 @@ class Server:
 
     # ------------------------------------------------------------ health and numbers
 
-    async def _watch_engine(self) -> None:
+    async def _watch_engines(self) -> None:
         while True:
-            self._look_at_engine()
+            self._look_at_engines()
             await asyncio.sleep(_HEALTH_EVERY)
 
-    def _look_at_engine(self) -> None:
-        progress = self.engine.progress
-        serving = not self.desk.draining and can_serve(
-            progress, now=time.monotonic(), stall_after=self.config.stall_after, anyone_computes=self._anyone_computes()
-        )
-        self.health.set(READINESS, serving=serving)
-        self.health.set(LIVENESS, serving=progress.alive)
+    def _look_at_engines(self) -> None:
+        now, default, draining = time.monotonic(), self.default, self.host.draining
+        services = {LIVENESS, READINESS}
+        for hosted in self.host.models:
+            service = f"{READINESS}/{hosted.name}"
+            services.add(service)
+            serving = hosted.look(now) and hosted.takes_requests and not draining
+            self.health.set(service, serving=serving)
+            if hosted is default:
+                self.health.set(READINESS, serving=serving)
+        self.health.set(LIVENESS, serving=default.engine.progress.alive)
+        self.health.keep(services)
 
-    def _anyone_computes(self) -> bool:
-        session = self.team.session
-        return bool(session.options.front_lane) or any(
-            session.lane_state(lane) in (LANE_READY, LANE_ACTIVE) for lane in range(session.options.max_lanes)
-        )
-
-    def _snapshot(self) -> Snapshot:
-        scheduler, totals = self.engine.stats()
-        workers = self.team.supervisor.snapshot()
-        restarts = sum(worker.restarts for worker in workers.workers)
-        return Snapshot(scheduler, totals, workers.ready, workers.wanted, restarts)
+    def _snapshots(self) -> dict[str, Snapshot]:
+        return {hosted.name: hosted.snapshot() for hosted in self.host.models}
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:

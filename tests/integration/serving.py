@@ -89,13 +89,13 @@ class Serving:
 
     def wait_idle(self) -> None:
         """Waits until no call runs, no request is left and no KV block is held; checks the books."""
-        until(lambda: self.server.desk.calls == 0, "all calls are over")
+        until(lambda: self.server.default.desk.calls == 0, "all calls are over")
         until(lambda: self.stats().running + self.stats().waiting == 0, "all requests have left")
         until(lambda: self.stats().pool.held == 0, "all KV blocks are back")
-        self.server.engine.check_integrity()
+        self.server.default.engine.check_integrity()
 
     def stats(self) -> SchedulerStats:
-        return self.server.engine.stats()[0]
+        return self.server.default.engine.stats()[0]
 
 
 @contextlib.contextmanager
@@ -109,7 +109,7 @@ def serving(model: Path, **settings: object) -> Iterator[Serving]:
         server = Server(config)
         try:
             await server.startup()
-            gate = server.engine._session = Gate(server.team.session)
+            gate = server.default.engine._session = Gate(server.default.team.session)
             started.append(Serving(server, Client(server.target, timeout=PATIENCE), asyncio.get_running_loop(), gate))
         except BaseException as error:
             started.append(error)

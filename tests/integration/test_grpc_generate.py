@@ -116,7 +116,7 @@ def test_answers_survive_preemption_unchanged(tiny_model: Path, server: Serving)
     with serving(tiny_model, max_rows=48, max_seqs=8, kv_memory=150_000) as tight, ThreadPoolExecutor(8) as pool:
         tight.gate.shut()
         answers = [pool.submit(tight.client.complete, request) for request in requests]
-        until(lambda: len(tight.server.desk.streams) == len(requests), "all are accepted")
+        until(lambda: len(tight.server.default.desk.streams) == len(requests), "all are accepted")
         tight.gate.open()
         for expected, answer in zip(alone, answers, strict=True):
             assert same(expected, answer.result())

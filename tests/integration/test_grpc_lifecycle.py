@@ -65,10 +65,10 @@ def test_cancel_during_a_step_frees_everything_with_that_step(server: Serving) -
     call = server.client.stub.Generate(endless())
     next(call)
     server.gate.shut()
-    until(lambda: server.server.engine.progress.busy_since, "a step is under way")
+    until(lambda: server.server.default.engine.progress.busy_since, "a step is under way")
     steps = server.gate.entered
     call.cancel()
-    until(lambda: not server.server.desk.streams, "the server has noticed")
+    until(lambda: not server.server.default.desk.streams, "the server has noticed")
     server.gate.open()
     server.wait_idle()
     assert server.gate.entered <= steps + 1
@@ -79,13 +79,13 @@ def test_cancel_in_the_queue_computes_nothing(server: Serving) -> None:
     first = server.client.stub.Generate(endless(max_tokens=3))
     until(lambda: server.gate.entered, "a step is under way")
     waiting = server.client.stub.Generate(endless("x " * 50, max_tokens=100))
-    until(lambda: len(server.server.desk.streams) == 2, "the second is accepted")
+    until(lambda: len(server.server.default.desk.streams) == 2, "the second is accepted")
     waiting.cancel()
-    until(lambda: len(server.server.desk.streams) == 1, "the second is gone")
+    until(lambda: len(server.server.default.desk.streams) == 1, "the second is gone")
     server.gate.open()
     assert list(first)[-1].finish.usage.completion_tokens == 3
     server.wait_idle()
-    assert server.server.engine.stats()[1].rows == 5 + 2
+    assert server.server.default.engine.stats()[1].rows == 5 + 2
 
 
 def test_many_cancels_leave_no_block_and_no_memory_behind(server: Serving) -> None:
@@ -180,7 +180,7 @@ def test_killed_workers_change_no_token_and_fail_no_stream(tiny_model: Path, ser
         team.gate.fault = lambda step: kill_one(team, step) if step % 60 == 20 else None
         together = list(pool.map(team.client.complete, requests))
         team.gate.fault = lambda _: None
-        restarts = sum(worker.restarts for worker in team.server.team.supervisor.snapshot().workers)
+        restarts = sum(worker.restarts for worker in team.server.default.team.supervisor.snapshot().workers)
         team.wait_idle()
     assert [(a.text, a.token_ids) for a in alone] == [(b.text, b.token_ids) for b in together]
     assert restarts > 0
@@ -188,7 +188,7 @@ def test_killed_workers_change_no_token_and_fail_no_stream(tiny_model: Path, ser
 
 def kill_one(team: Serving, step: int) -> None:
     """SIGKILL to one of the workers, in turn."""
-    pids = [worker.pid for worker in team.server.team.supervisor.snapshot().workers if worker.pid]
+    pids = [worker.pid for worker in team.server.default.team.supervisor.snapshot().workers if worker.pid]
     if pids:
         os.kill(pids[step % len(pids)], signal.SIGKILL)
 
@@ -229,7 +229,7 @@ def test_metrics_have_the_names_that_dashboards_read(tiny_model: Path) -> None:
         port = server.server.metrics.port
         text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE).read().decode()
     values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
-    label = f'{{model_name="{server.server.model.name}"}}'
+    label = f'{{model_name="{server.server.default.model.name}"}}'
     assert float(values["vllm:generation_tokens_total" + label]) == 20
     assert float(values["vllm:prompt_tokens_total" + label]) == 5
     assert float(values["vllm:num_requests_running" + label]) == 0
@@ -296,7 +296,7 @@ def test_a_client_that_does_not_read_cannot_hold_up_the_shutdown(long_model: Pat
         call = inference_pb2_grpc.InferenceStub(channel).Generate(endless(max_tokens=60_000, top_logprobs=20))
         until(lambda: server.stats().running, "it runs")
         until(lambda: server.stats().running == 0, "it has been called off", timeout=60)
-        assert server.server.desk.calls == 1
+        assert server.server.default.desk.calls == 1
         started = time.monotonic()
         server.loop.call_soon_threadsafe(server.server.request_stop)
         until(server.loop.is_closed, "the server has stopped", timeout=5)
@@ -310,7 +310,7 @@ def test_the_grace_ends_what_is_left(long_model: Path) -> None:
         next(call)
         server.gate.shut()
         waiting = server.client.stub.Generate(endless("waits"))
-        until(lambda: len(server.server.desk.streams) == 2, "both are accepted")
+        until(lambda: len(server.server.default.desk.streams) == 2, "both are accepted")
         server.loop.call_soon_threadsafe(server.server.request_stop)
         for broken, code in ((call, grpc.StatusCode.ABORTED), (waiting, grpc.StatusCode.UNAVAILABLE)):
             with pytest.raises(grpc.RpcError):

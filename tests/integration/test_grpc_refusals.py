@@ -180,7 +180,7 @@ def test_more_than_the_context_can_hold_is_refused_by_count_alone(server: Servin
 
 def test_the_size_of_a_request_is_bounded_by_what_the_model_can_take(tiny_model: Path) -> None:
     with serving(tiny_model) as running:
-        limit = running.server.model.bounds.message_bytes
+        limit = running.server.default.model.bounds.message_bytes
         assert limit < 2 << 20
         with pytest.raises(grpc.RpcError) as caught:
             running.client.complete(generate_request("x" * limit))
@@ -191,7 +191,7 @@ def test_overload_is_refused_with_a_time_to_come_back_and_harms_nobody_else(serv
     server.gate.shut()
     calls = [server.client.stub.Generate(generate_request(f"{i}", max_tokens=4, seed=i, ignore_eos=True)) for i in range(60)]
     until(lambda: sum(call.done() for call in calls) >= 60 - 2 - 4, "those who do not fit are refused")
-    until(lambda: sum(call.done() for call in calls) + len(server.server.desk.streams) == 60, "the others are accepted")
+    until(lambda: sum(call.done() for call in calls) + len(server.server.default.desk.streams) == 60, "the others are accepted")
     refusals = [call for call in calls if call.done()]
     assert server.stats().waiting <= 4
     server.gate.open()
@@ -209,7 +209,7 @@ def test_a_deadline_in_the_queue_is_honoured_and_nothing_is_computed(server: Ser
     server.gate.shut()
     running = [server.client.stub.Generate(generate_request("runs", max_tokens=4, seed=1, ignore_eos=True)) for _ in range(2)]
     until(lambda: server.gate.entered and server.stats().running, "a step is under way")
-    rows = server.server.engine.stats()[1].rows
+    rows = server.server.default.engine.stats()[1].rows
     with pytest.raises(grpc.RpcError) as caught:
         server.client.complete(generate_request("waits " * 20, max_tokens=4), timeout=0.2)
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
@@ -217,7 +217,7 @@ def test_a_deadline_in_the_queue_is_honoured_and_nothing_is_computed(server: Ser
     server.gate.open()
     assert all(list(call)[-1].finish.usage.completion_tokens == 4 for call in running)
     server.wait_idle()
-    assert server.server.engine.stats()[1].rows - rows <= 2 * (4 + 4)
+    assert server.server.default.engine.stats()[1].rows - rows <= 2 * (4 + 4)
 
 
 def test_a_deadline_in_the_middle_of_an_answer_ends_it(server: Serving) -> None:

@@ -14,7 +14,7 @@ from service.errors import refusal
 CASES = [
     (faults.InvalidField("max_tokens", "is 0"), grpc.StatusCode.INVALID_ARGUMENT, {"BadRequest"}),
     (faults.UnreadableRequest("corrupt"), grpc.StatusCode.INVALID_ARGUMENT, {"ErrorInfo"}),
-    (faults.UnknownModel("gpt", served="m"), grpc.StatusCode.NOT_FOUND, {"ErrorInfo", "ResourceInfo"}),
+    (faults.UnknownModel("gpt", served=["m"]), grpc.StatusCode.NOT_FOUND, {"ErrorInfo", "ResourceInfo"}),
     (faults.QueueFull("full", retry_after=1.0), grpc.StatusCode.RESOURCE_EXHAUSTED, {"RetryInfo", "ErrorInfo"}),
     (faults.ClientTooSlow(64), grpc.StatusCode.RESOURCE_EXHAUSTED, {"ErrorInfo"}),
     (faults.DeadlineUnmeetable(predicted=2.0, remaining=1.0), grpc.StatusCode.DEADLINE_EXCEEDED, {"RetryInfo", "ErrorInfo"}),
@@ -25,6 +25,7 @@ CASES = [
     (faults.WorkersLost(ran=False, sentence="none left"), grpc.StatusCode.UNAVAILABLE, {"RetryInfo", "ErrorInfo"}),
     (faults.WorkersLost(ran=True, sentence="none left"), grpc.StatusCode.ABORTED, {"ErrorInfo"}),
     (faults.EngineFault("NUMERIC", "a NaN"), grpc.StatusCode.INTERNAL, {"ErrorInfo"}),
+    (faults.OperatorFault("ALREADY_EXISTS", "MODEL_NAME_TAKEN", "taken", model="m"), grpc.StatusCode.ALREADY_EXISTS, {"ErrorInfo"}),
     (KeyError("a bug"), grpc.StatusCode.INTERNAL, {"ErrorInfo"}),
 ]
 
@@ -50,7 +51,7 @@ def test_a_bug_does_not_tell_its_innards() -> None:
 
 
 @pytest.mark.parametrize("text", ["m", "é☃", "\U0001f40d", "\0"], ids=["ascii", "wide", "widest", "escaped"])
-@pytest.mark.parametrize("fault", [lambda text: faults.UnknownModel(text, served="m"), lambda text: faults.InvalidField("chat", text)])
+@pytest.mark.parametrize("fault", [lambda text: faults.UnknownModel(text, served=["m"]), lambda text: faults.InvalidField("chat", text)])
 def test_a_status_fits_the_headers_it_travels_in_whatever_the_caller_wrote(fault: Callable[[str], faults.Fault], text: str) -> None:
     status = refusal(fault(text * 1_000_000)).status()
     escaped = sum(1 if 0x20 <= byte < 0x7F else 3 for byte in status.details.encode())

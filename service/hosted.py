@@ -1,0 +1,213 @@
+"""A model with everything that serves it: its team, its engine thread, its desk, its metrics. All but `open` on the loop's thread."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from typing import Self
+
+from colibri.v1 import inference_pb2 as pb
+from engine_c import KV_BLOCK, KV_FORMATS, LANE_ACTIVE, LANE_READY, SessionOptions
+from service.artifact import Artifact
+from service.blocks import BlockPool
+from service.config import ServeConfig
+from service.desk import Desk
+from service.engine import EngineThread
+from service.health import can_serve
+from service.metrics import Metrics, Snapshot
+from service.plan import Limits
+from service.scheduler import Scheduler
+from service.served import ServedModel, load_texts, make_served
+from workers.lifecycle import State as WorkerState
+from workers.plan import kv_block_bytes
+from workers.team import Team, TeamConfig
+
+log = logging.getLogger("colibri.service")
+_PATIENCE = 1.0  # seconds that nothing may compute before new requests are refused: a worker that died is back sooner
+
+
+class ModelState(Enum):
+    """Where a model is in its life."""
+
+    LOADING = "loading"
+    READY = "ready"  # takes requests that name it
+    SERVING = "serving"  # the default: also those that name none
+    DRAINING = "draining"  # finishes what it has
+
+
+TRANSITIONS: dict[ModelState, frozenset[ModelState]] = {
+    ModelState.LOADING: frozenset({ModelState.READY}),
+    ModelState.READY: frozenset({ModelState.SERVING, ModelState.DRAINING}),
+    ModelState.SERVING: frozenset({ModelState.READY}),
+    ModelState.DRAINING: frozenset(),
+}
+
+
+def team_config(config: ServeConfig) -> TeamConfig:
+    """The part of the settings that the engine and its workers are built from."""
+    options = SessionOptions(
+        max_rows=config.max_rows,
+        max_seqs=config.max_seqs,
+        max_logit_rows=config.logit_rows,
+        kv_format=KV_FORMATS[config.kv_format],
+        spin_us=config.spin_us,
+        hang_ms=config.hang_ms,
+    )
+    return TeamConfig(
+        load_mode=config.load,
+        workers_per_node=config.workers_per_node,
+        threads_per_worker=config.threads_per_worker,
+        front_lane=config.front_lane,
+        session=options,
+        kv_bytes=config.kv_memory,
+        start_timeout_s=config.start_timeout,
+    )
+
+
+class Hosted:
+    """One loaded model. Its engine runs; whether it is the default is its host's business."""
+
+    def __init__(self, config: ServeConfig, team: Team, model: ServedModel, metrics: Metrics) -> None:
+        self.config = config
+        self.team = team
+        self.model = model
+        self.metrics = metrics.model(model.name)
+        self.engine = EngineThread(team.session, _scheduler(team, config), lane_grace=config.lane_grace)
+        self.desk = Desk(self.engine, stream_limit=config.stream_buffer_tokens, stream_patience=config.stream_patience)
+        self.loaded_at = time.monotonic()
+        self.state = ModelState.LOADING
+        self._gone_since: float | None = None
+        self._users = 0
+        self._unused = asyncio.Event()
+        self._unused.set()
+
+    @classmethod
+    async def open(cls, config: ServeConfig, artifact: Artifact, metrics: Metrics) -> Self:
+        """Opens the model and starts its workers, beside what else the loop does. On failure nothing is left behind."""
+        texts = asyncio.create_task(asyncio.to_thread(load_texts, artifact))
+        opening = asyncio.create_task(asyncio.to_thread(Team.open, config.model, team_config(config)))
+        await asyncio.wait((texts, opening))
+        if texts.exception() is not None and opening.exception() is None:
+            await asyncio.to_thread(opening.result().close)
+        team, (tokenizer, template) = opening.result(), texts.result()
+        model = make_served(
+            artifact,
+            team.model.info,
+            tokenizer,
+            template,
+            name=config.name,
+            kv_tokens=team.session.options.kv_blocks * KV_BLOCK,
+            default_max_tokens=config.default_max_tokens,
+        )
+        hosted = cls(config, team, model, metrics)
+        hosted.engine.start(asyncio.get_running_loop(), hosted.desk.deliver)
+        hosted.move(ModelState.READY)
+        return hosted
+
+    @property
+    def name(self) -> str:
+        """In requests."""
+        return self.model.name
+
+    @property
+    def path(self) -> Path:
+        """Of the container."""
+        return self.model.artifact.path
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of all KV blocks."""
+        options = self.team.session.options
+        return options.kv_blocks * kv_block_bytes(self.team.model.info, options.kv_format)
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether requests may name it."""
+        return self.state in (ModelState.READY, ModelState.SERVING)
+
+    def move(self, target: ModelState) -> None:
+        """Changes state. RuntimeError for a change the table does not have: a bug of ours."""
+        if target not in TRANSITIONS[self.state]:
+            raise RuntimeError(f"model {self.name!r} can't go from {self.state.value} to {target.value}")
+        self.state = target
+
+    def describe(self) -> pb.Model:
+        """As GetModel tells it."""
+        described = self.model.describe()
+        described.is_default = self.state is ModelState.SERVING
+        return described
+
+    @contextmanager
+    def in_use(self) -> Iterator[Team]:
+        """Keeps the team open for what other threads do with it."""
+        self._users += 1
+        self._unused.clear()
+        try:
+            yield self.team
+        finally:
+            self._users -= 1
+            if not self._users:
+                self._unused.set()
+
+    async def close(self) -> None:
+        """Ends the engine and the workers and frees everything. Requests that are left get no more news."""
+        await self._unused.wait()
+        # A step must have ended before the session may be freed; one that never does is left to the end of the process.
+        if not await asyncio.to_thread(self.engine.stop):
+            log.critical("the engine of %s is stuck in a step; ending the process with everything still open", self.name)
+            os._exit(1)
+        self.metrics.forget()
+        await asyncio.to_thread(self.team.close)
+
+    # ------------------------------------------------------------ health and numbers
+
+    def look(self, now: float) -> bool:
+        """Whether a request sent now would be computed. If none would be for long, the desk refuses new ones from here on."""
+        computes = self._anyone_computes()
+        if computes:
+            self._gone_since, self.desk.unable = None, ""
+        else:
+            self._gone_since = self._gone_since or now
+            self.desk.unable = self._why_unable(now - self._gone_since)
+        return can_serve(self.engine.progress, now=now, stall_after=self.config.stall_after, anyone_computes=computes)
+
+    def snapshot(self) -> Snapshot:
+        """What the metrics tell. Any thread."""
+        scheduler, totals = self.engine.stats()
+        workers = self.team.supervisor.snapshot()
+        restarts = sum(worker.restarts for worker in workers.workers)
+        return Snapshot(scheduler, totals, workers.ready, workers.wanted, restarts)
+
+    def _anyone_computes(self) -> bool:
+        session = self.team.session
+        return bool(session.options.front_lane) or any(
+            session.lane_state(lane) in (LANE_READY, LANE_ACTIVE) for lane in range(session.options.max_lanes)
+        )
+
+    def _why_unable(self, gone: float) -> str:
+        """Why new requests should not even wait; "" while a worker may soon be back."""
+        workers = self.team.supervisor.snapshot().workers
+        hopeless = all(worker.state is WorkerState.FAILED for worker in workers)
+        if not hopeless and gone < min(_PATIENCE, self.config.lane_grace):
+            return ""
+        ends = [f"worker {worker.index} {worker.error}" for worker in workers if worker.error]
+        return ends[0] if ends else "no worker has joined"
+
+
+def _scheduler(team: Team, config: ServeConfig) -> Scheduler:
+    options = team.session.options
+    limits = Limits(
+        max_rows=options.max_rows,
+        max_seqs=options.max_seqs,
+        max_logit_rows=options.max_logit_rows,
+        max_queue=config.max_queue,
+        max_queue_tokens=config.max_queue_tokens,
+        prefill_seconds=config.prefill_seconds,
+    )
+    return Scheduler(limits, BlockPool(options.kv_blocks))
