@@ -37,6 +37,11 @@ def read_memory(root: str | Path = "/") -> CgroupMemory:
     return CgroupMemory(min(limits, default=None), min(left, default=None), kills[0] if kills else None)
 
 
+def memory_folders(root: str | Path = "/") -> list[tuple[int, Path]]:
+    """(version, folder) of the groups whose memory limits bind this process: its own first, then those above."""
+    return list(_levels(Path(root), "memory"))
+
+
 def read_cpu_quota(root: str | Path = "/") -> float | None:
     """CPUs' worth of time the groups allow, None if they do not limit it."""
     quotas = []

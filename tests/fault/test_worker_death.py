@@ -200,7 +200,7 @@ def test_a_worker_that_keeps_dying_is_left_alone_until_somebody_asks(model: Path
 
 def test_a_worker_that_kept_dying_is_back_by_itself_when_the_cause_has_gone(model: Path, undisturbed: list[list[int]]) -> None:
     policy = RestartPolicy(stable_s=60, free_restarts=0, base_s=0.01, crash_limit=2, retry_s=0.2)
-    with Team.open(model, config(1, supervisor=SupervisorConfig(policy=policy), front_lane="off")) as team:
+    with Team.open(model, config(1, supervisor=SupervisorConfig(policy=policy), front_lane=False)) as team:
         striker = Striker(team, "SIGKILL")
         for _ in range(5):  # more than the limit: each failure is followed by another start
             striker.strike(0)

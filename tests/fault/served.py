@@ -1,0 +1,104 @@
+"""`colibri serve` in a process of its own, seen from outside: its workers, and what it holds of the system."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from tests.fault.harness import PATIENCE, wait_for
+
+ROOT = Path(__file__).resolve().parents[2]
+START_S = 60
+READY = re.compile(rb"pid (\d+), is ready")
+
+
+@dataclass(frozen=True, slots=True)
+class Holdings:
+    """What a front end holds between faults."""
+
+    descriptors: int
+    memfds: int
+    threads: int
+    rss: int  # bytes
+
+
+class Served:
+    """A running server."""
+
+    def __init__(self, popen: subprocess.Popen[bytes], target: str, log: Path, *, wanted: int) -> None:
+        self.popen = popen
+        self.pid = popen.pid
+        self.target = target
+        self.log = log
+        self.wanted = wanted
+        self._ready: set[int] = set()
+        self._read = 0
+
+    def pids(self) -> list[int]:
+        """Processes of workers, dead ones that nobody has reaped included."""
+        return sorted(child.pid for child in psutil.Process(self.pid).children())
+
+    def ready(self) -> list[int]:
+        """Workers that have joined the team, by what the server says, and are alive."""
+        if self.popen.poll() is not None:
+            raise AssertionError(f"the server has ended with code {self.popen.returncode}")
+        with self.log.open("rb") as log:
+            log.seek(self._read)
+            new = log.read()
+        whole = new.rpartition(b"\n")[0]
+        self._read += len(whole)
+        self._ready.update(int(pid) for pid in READY.findall(whole))
+        self._ready.intersection_update(self.pids())
+        return sorted(self._ready)
+
+    def zombies(self) -> list[int]:
+        """Dead workers that nobody has reaped."""
+        found = []
+        for pid in self.pids():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                    found.append(pid)
+        return found
+
+    def holdings(self) -> Holdings:
+        """Of the front end, now."""
+        links = []
+        for name in os.listdir(f"/proc/{self.pid}/fd"):
+            with contextlib.suppress(FileNotFoundError):
+                links.append(os.readlink(f"/proc/{self.pid}/fd/{name}"))
+        process = psutil.Process(self.pid)
+        memfds = sum(link.startswith("/memfd:") for link in links)
+        return Holdings(len(links), memfds, process.num_threads(), process.memory_info().rss)
+
+    def terminate(self) -> int:
+        """SIGTERM; returns the exit code."""
+        self.popen.send_signal(signal.SIGTERM)
+        return self.popen.wait(START_S)
+
+
+@contextlib.contextmanager
+def colibri_serve(model: Path, folder: Path, *, workers: int, enter: str = ":", options: str = "") -> Iterator[Served]:
+    """Starts `colibri serve` on a socket in folder; `enter` is a shell command run in its process first. Ends it if nobody has."""
+    socket, log = folder / "serve.sock", folder / "serve.log"
+    command = [sys.executable, "-m", "ops.cli", "serve", str(model), "--unix-socket", str(socket), "--workers-per-node", str(workers)]
+    command += ["--threads-per-worker", "1", *shlex.split(options)]
+    with log.open("wb") as out:
+        popen = subprocess.Popen(["/bin/sh", "-c", f"{enter}; exec {shlex.join(command)}"], cwd=ROOT, stdout=out, stderr=out)
+    try:
+        wait_for(lambda: popen.poll() is not None or b"serving" in log.read_bytes(), seconds=START_S, what="the server is up")
+        assert popen.poll() is None, log.read_text()
+        yield Served(popen, f"unix:{socket}", log, wanted=workers)
+    finally:
+        if popen.poll() is None:
+            popen.kill()
+        popen.wait(5 * PATIENCE)
