@@ -1,15 +1,25 @@
-"""C arrays of a step, kept between steps: filled by slice assignment, grown when a batch needs more, never shrunk."""
+"""C arrays of a step, kept between steps: filled by slice assignment, grown when a batch needs more, never shrunk.
+
+Most steps continue the one before: the same sequences, a token each. Then only tokens, positions and what blocks were added are written.
+"""
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
 
 from engine_c._engine import ffi
-from engine_c.structs import RowResult, SeqResult, SeqWork, SessionOptions, StepStats
+from engine_c.structs import RowResult, Sampling, SeqResult, SeqWork, SessionOptions, StepStats
 
 if TYPE_CHECKING:
     from engine_c._engine import Array, Row
+
+_SEQ_INTS = ffi.sizeof("colibri_seq") // 4
+_START, _BLOCKS = ffi.offsetof("colibri_seq", "start") // 4, ffi.offsetof("colibri_seq", "n_blocks") // 4
+_ROW_SIZE = ffi.sizeof("colibri_row_result")
+_ROW = struct.Struct(f"=iiiiffi{_ROW_SIZE - 28}x")  # status, error_layer, token, n_top, logprob, target_logprob, target_rank
 
 
 class BatchBuffers:
@@ -27,9 +37,52 @@ class BatchBuffers:
         self._targets = ffi.new("int32_t[]", options.max_logit_rows)
         self._blocks = ffi.new("int32_t[]", 4096)
         self._history = ffi.new("int32_t[]", 4096)
+        self._last: list[tuple[Sequence[int], Sampling]] = []  # blocks and sampling of the batch in the arrays, if all its sequences decode
+        self._last_blocks: list[int] = []  # how many blocks each has
+        self._see()
+
+    def _see(self) -> None:
+        """Views of the arrays; made again when those are."""
+        self._seq_ints = memoryview(ffi.buffer(self._seqs)).cast("B").cast("i")
+        self._row_bytes = memoryview(ffi.buffer(self.rows)).cast("B")
 
     def fill(self, work: Sequence[SeqWork]) -> None:
         """Copies a batch into the C arrays. What does not fit a C integer raises OverflowError, a wrong type TypeError."""
+        if not self._continue(work):
+            self._last = []
+            self._fill(work)
+            if all(_decodes(w) for w in work):
+                self._last = [(w.blocks, w.sampling) for w in work]
+                self._last_blocks = [len(w.blocks) for w in work]
+
+    def _continue(self, work: Sequence[SeqWork]) -> bool:
+        """Writes what is new if this batch has the sequences of the last, one token of each; False if it has not: all must be written."""
+        last = self._last
+        if len(work) != len(last) or not last:
+            return False
+        tokens = []
+        for w, (blocks, sampling) in zip(work, last):  # noqa: B905 -- as long, by the check above; strict costs more than the rest
+            if w.blocks is not blocks or w.sampling is not sampling or not _decodes(w):
+                return False
+            tokens.append(w.tokens[0])
+        self._last = []
+        self._tokens[0 : len(tokens)] = tokens
+        ints, counts, grown = self._seq_ints, self._last_blocks, False
+        try:
+            for i, w in enumerate(work):
+                ints[i * _SEQ_INTS + _START] = w.start
+                if len(w.blocks) != counts[i]:
+                    counts[i] = ints[i * _SEQ_INTS + _BLOCKS] = len(w.blocks)
+                    grown = True
+        except ValueError:  # no C integer holds it: filling all says so as it always does
+            return False
+        if grown:
+            self._blocks = self.batch.blocks = _assign(self._blocks, [block for w in work for block in w.blocks])
+        self._last = last
+        self.n_rows = len(work)
+        return True
+
+    def _fill(self, work: Sequence[SeqWork]) -> None:
         tokens: list[int] = []
         blocks: list[int] = []
         history: list[int] = []
@@ -70,21 +123,41 @@ class BatchBuffers:
             self.seq_status = ffi.new("int32_t[]", n_seqs)
         if n_rows > len(self.rows):
             self.rows = ffi.new("colibri_row_result[]", n_rows)
+        self._see()
 
     def results(self, work: Sequence[SeqWork]) -> list[SeqResult]:
         """What the step wrote, by sequence."""
-        rows, status = self.rows, ffi.unpack(self.seq_status, len(work))
+        raw = list(_ROW.iter_unpack(self._row_bytes[: self.n_rows * _ROW_SIZE]))
+        status = ffi.unpack(self.seq_status, len(work))
+        if any(status) or any(row[0] for row in raw):
+            return self._results_with_errors(work, status, self._rows(raw))
+        rows = self._rows(raw)
+        if self._last:  # a row each
+            return [SeqResult(True, "", (row,)) for row in rows]
+        ends = list(accumulate([w.n_logits for w in work]))
+        return [SeqResult(True, "", tuple(rows[end - w.n_logits : end])) for w, end in zip(work, ends, strict=True)]
+
+    def _results_with_errors(self, work: Sequence[SeqWork], status: Sequence[int], rows: Sequence[RowResult]) -> list[SeqResult]:
         results = []
         at = 0
-        for i, w in enumerate(work):
-            chunk = [rows[j] for j in range(at, at + w.n_logits)]
-            at += w.n_logits
-            bad = [row for row in chunk if row.status]
-            if bad or status[i]:
+        for w, bad in zip(work, status, strict=True):
+            first, at = at, at + w.n_logits
+            chunk = [self.rows[i] for i in range(first, at)]
+            if bad or any(row.status for row in chunk):
                 results.append(SeqResult(False, self._sentence(w, chunk), ()))
             else:
-                results.append(SeqResult(True, "", tuple([_row(row) for row in chunk])))
+                results.append(SeqResult(True, "", tuple(rows[first:at])))
         return results
+
+    def _rows(self, raw: Sequence[tuple[Any, ...]]) -> list[RowResult]:
+        return [
+            RowResult(token, logprob, target_logprob, target_rank, self._top(index, n_top) if n_top else ())
+            for index, (_, _, token, n_top, logprob, target_logprob, target_rank) in enumerate(raw)
+        ]
+
+    def _top(self, index: int, count: int) -> tuple[tuple[int, float], ...]:
+        row = self.rows[index]
+        return tuple(zip(ffi.unpack(row.top_tokens, count), ffi.unpack(row.top_logprobs, count), strict=True))
 
     def _sentence(self, w: SeqWork, chunk: list[Row]) -> str:
         """Names the layer and position of the first row that met a NaN or infinity."""
@@ -110,7 +183,6 @@ def _assign(array: Array[int], values: list[int]) -> Array[int]:
     return array
 
 
-def _row(row: Row) -> RowResult:
-    count = row.n_top
-    top = tuple(zip(ffi.unpack(row.top_tokens, count), ffi.unpack(row.top_logprobs, count), strict=True)) if count else ()
-    return RowResult(row.token, row.logprob, row.target_logprob, row.target_rank, top)
+def _decodes(w: SeqWork) -> bool:
+    """Whether it is the ordinary share of a step: a token in, a token out."""
+    return len(w.tokens) == 1 and w.n_logits == 1 and not w.history and w.targets is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 FORMATS = {"f32": 0, "bf16": 1, "int8": 2, "int4": 3}
 KV_FORMATS = {"f32": 0, "bf16": 1}
@@ -104,8 +105,8 @@ GREEDY = Sampling()
 class SeqWork:
     """One sequence's share of a step.
 
-    tokens run at positions start..start+len(tokens)-1; blocks are the ids of all its KV blocks so far; the last n_logits rows are sampled
-    and reported. targets, if given, has n_logits entries, -1 for none.
+    tokens run at positions start..start+len(tokens)-1; blocks are the ids of all its KV blocks so far (a list that is given again may only
+    have grown); the last n_logits rows are sampled and reported. targets, if given, has n_logits entries, -1 for none.
     """
 
     tokens: Sequence[int]
@@ -117,8 +118,7 @@ class SeqWork:
     targets: Sequence[int] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class RowResult:
+class RowResult(NamedTuple):
     """What a row with logits gave. Log-probabilities are natural, of the model's own distribution."""
 
     token: int
@@ -128,8 +128,7 @@ class RowResult:
     top: tuple[tuple[int, float], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class SeqResult:
+class SeqResult(NamedTuple):
     """A sequence's rows, or why they must not be used."""
 
     ok: bool

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine_c import RowResult, SeqWork
 from service.blocks import PoolStats
@@ -44,16 +44,12 @@ class Plan:
 
     shares: list[Share]
     at: float
+    work: list[SeqWork] = field(init=False)  # what the engine is given
+    rows: int = field(init=False)  # tokens of the step
 
-    @property
-    def work(self) -> list[SeqWork]:
-        """What the engine is given."""
-        return [share.work for share in self.shares]
-
-    @property
-    def rows(self) -> int:
-        """Tokens of the step."""
-        return sum(len(share.work.tokens) for share in self.shares)
+    def __post_init__(self) -> None:
+        self.work = [share.work for share in self.shares]
+        self.rows = sum([len(work.tokens) for work in self.work])
 
 
 @dataclass(slots=True)

@@ -228,7 +228,13 @@ class Scheduler:
             if not self._make_room(request, budget, chosen):
                 return
             self.pool.grow(request.table)
-        self._choose(request, 1, 1, budget, chosen)
+        tokens = request.tokens
+        history = tokens if request.sampling.repetition_penalty != 1.0 else ()
+        work = SeqWork((tokens[-1],), request.computed, request.table.blocks, 1, request.sampling, history)
+        budget.rows -= 1
+        budget.seqs -= 1
+        budget.logits -= 1
+        chosen[request.id] = Share(request, work)
 
     def _schedule_prefill(self, request: Request, budget: _Budget, chosen: dict[str, Share]) -> None:
         if request.state is not State.PREFILL or budget.rows < 1 or budget.seqs < 1:
@@ -293,7 +299,8 @@ class Scheduler:
             self._leave(request, State.FAILED)
             return Update(request, fault=EngineFault("NUMERIC", result.error))
         request.computed += len(work.tokens)
-        self.pool.publish(request.table, request.tokens, computed=request.computed)
+        if request.computed // BLOCK > len(request.table.chain):
+            self.pool.publish(request.table, request.tokens, computed=request.computed)
         reason = self._advance(request, result.rows, now)
         if reason is not None:
             self._leave(request, State.FINISHED)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -59,6 +62,50 @@ def test_a_batch_arrives_whole_also_when_it_outgrows_the_arrays() -> None:
         buffers.fill(work)
         assert read(buffers) == work
         assert buffers.n_rows == sum(w.n_logits for w in work)
+
+
+def test_a_batch_that_continues_the_last_arrives_whole() -> None:
+    rng = random.Random(2)
+    buffers = BatchBuffers(SessionOptions(max_rows=8, max_seqs=8, max_logit_rows=8), LAYERS)
+    work = [SeqWork([5], 15, [100 * i], 1, Sampling(temperature=0.5, seed=i)) for i in range(5)]
+    for _ in range(200):
+        for w in work:
+            w.tokens, w.start = [rng.randrange(2**31)], w.start + 1
+            if w.start % 16 == 0:
+                w.blocks = [*w.blocks, w.start] if rng.random() < 0.3 else _grown(w.blocks, w.start)
+        chosen = work if rng.random() < 0.7 else rng.sample(work, rng.randrange(5))
+        changed = [dataclasses.replace(w, **rng.choice(CHANGES)) if rng.random() < 0.05 else w for w in chosen]
+        buffers.fill(changed)
+        assert read(buffers) == _seen(changed)
+        assert buffers.n_rows == sum(w.n_logits for w in changed)
+
+
+def _seen(work: list[SeqWork]) -> list[SeqWork]:
+    """Targets are there for all or for none."""
+    if all(w.targets is None for w in work):
+        return work
+    return [dataclasses.replace(w, targets=[-1] * w.n_logits) if w.targets is None else w for w in work]
+
+
+CHANGES: list[dict[str, Any]] = [
+    {"tokens": [1, 2, 3]}, {"n_logits": 0}, {"history": (4, 5)}, {"targets": [7]}, {"sampling": Sampling(top_k=3)}, {"blocks": [1, 2]},
+]
+
+
+def _grown(blocks: Sequence[int], block: int) -> Sequence[int]:
+    assert isinstance(blocks, list)
+    blocks.append(block)
+    return blocks
+
+
+def test_a_batch_refused_half_way_leaves_nothing_to_continue() -> None:
+    buffers = small()
+    work = [SeqWork([1], 0, [0], 1), SeqWork([2], 0, [1], 1)]
+    buffers.fill(work)
+    with pytest.raises(OverflowError):
+        buffers.fill([dataclasses.replace(work[0], tokens=[9]), dataclasses.replace(work[1], start=2**31)])
+    buffers.fill(work)
+    assert read(buffers) == work
 
 
 def test_targets_are_minus_one_for_sequences_without_and_null_without_any() -> None:
