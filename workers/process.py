@@ -10,7 +10,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +44,7 @@ class WorkerProcess:
     def __init__(self, spec: WorkerSpec, *, model_fd: int, team_fd: int, arena_fd: int) -> None:
         """Starts it; it then waits for go(). OSError if it could not be started."""
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self.stop_told = False
         self._partial = b""
         self._messages = b""
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -52,7 +55,10 @@ class WorkerProcess:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 pass_fds=(theirs.fileno(), model_fd, team_fd, arena_fd),
-                start_new_session=True,  # Ctrl-C in a terminal is for the front end, which drains
+                # Ctrl-C in a terminal is for the front end, which drains. A group of its own in the same session: the kernel wakes a stopped
+                # process whose group loses its last parent and tells it to end (SIGHUP, SIGCONT), which no other way of dying with the front
+                # end does for one that was stopped before its first instruction.
+                process_group=0,
                 bufsize=0,
                 cwd="/",
             )
@@ -86,6 +92,19 @@ class WorkerProcess:
         with contextlib.suppress(ChildProcessError):
             return os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
         return False
+
+    def watch_stops(self, tell: Callable[[], None]) -> None:
+        """Sets stop_told and calls tell, on a thread of its own, as soon as a signal stops it: an event that no descriptor has."""
+        self.stop_told = False
+
+        def watch() -> None:
+            with contextlib.suppress(ChildProcessError):  # it has ended and been reaped
+                what = os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+                if what is not None and what.si_code == os.CLD_STOPPED:
+                    self.stop_told = True
+                    tell()
+
+        threading.Thread(target=watch, name=f"colibri-stop-{self.pid}", daemon=True).start()
 
     def read_control(self) -> tuple[list[Message], bool]:
         """Messages that came, and whether more can come."""

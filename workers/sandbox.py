@@ -11,7 +11,7 @@ import ctypes
 import errno
 import os
 import struct
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 PR_SET_SECCOMP_FILTER = 1  # SECCOMP_SET_MODE_FILTER
 SECCOMP_SPEC_ALLOW = 1 << 2
@@ -133,6 +133,14 @@ def prefer_death(points: int) -> str:
     except (OSError, ValueError) as refusal:
         return f"oom_score_adj: {refusal}"
     return ""
+
+
+def close_all_but(kept: Collection[int]) -> None:
+    """Closes every descriptor but these; what was mapped through one stays mapped."""
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) not in kept:
+            with contextlib.suppress(OSError):  # the listing's own
+                os.close(int(name))
 
 
 def dump_no_shared_memory() -> None:

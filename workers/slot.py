@@ -8,6 +8,7 @@ import math
 import selectors
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine_c import LANE_ACTIVE, LANE_DEAD, LANE_EMPTY, LANE_READY, EngineError, Session
@@ -36,9 +37,9 @@ class SupervisorConfig:
     """From asking a worker's lanes to leave (a step may be running) to SIGTERM."""
     term_s: float = 1.0
     """From SIGTERM to SIGKILL."""
-    look_s: float = 0.5
-    """A worker is looked at this often; one found stopped (SIGSTOP) twice is killed. A lane that hangs in a task, stopped or not, is
-    killed by the step that waits for it (hang_ms)."""
+    stop_s: float = 0.05
+    """A worker that is stopped (SIGSTOP) that long is killed. A lane that hangs in a task, stopped or not, is killed by the step that waits
+    for it (hang_ms)."""
     policy: RestartPolicy = field(default_factory=RestartPolicy)
 
 
@@ -68,6 +69,8 @@ class Surroundings:
     model_fd: int
     config: SupervisorConfig
     selector: selectors.BaseSelector
+    wake: Callable[[], None]
+    """Makes the supervisor's thread converge soon; from any thread."""
 
 
 class Slot:
@@ -84,8 +87,7 @@ class Slot:
         self._said_ready = False
         self._degraded: tuple[str, ...] = ()
         self._deadline = 0.0  # of the present stage of starting or draining
-        self._next_look = 0.0
-        self._was_stopped = False
+        self._stopped_at: float | None = None
         self._termed = False
         self._killed_for = ""
         self._complaint = ""
@@ -141,10 +143,10 @@ class Slot:
         if any(self._session.lane_state(lane) not in (LANE_EMPTY, LANE_DEAD) for lane in self.spec.lanes):
             return now + LANES_POLL_S  # another worker is still leaving these lanes
         self.life.started(now)
-        self._said_ready = self._termed = self._was_stopped = False
+        self._said_ready = self._termed = False
+        self._stopped_at = None
         self._killed_for = self._complaint = ""
         self._deadline = now + self._config.start_s
-        self._next_look = now + self._config.look_s
         self._oom_kills = read_memory().oom_kills or 0
         session = self._session
         try:
@@ -163,29 +165,38 @@ class Slot:
             self._kill(f"its lanes could not be bound: {refusal}")
         else:
             process.go()
-        return self._next_look
+        process.watch_stops(self._around.wake)
+        return self._deadline
 
-    def _watch_start(self, now: float) -> float:
+    def _watch_start(self, now: float) -> float | None:
         if self._said_ready and all(self._session.lane_state(lane) in (LANE_READY, LANE_ACTIVE) for lane in self.spec.lanes):
             self.life.acknowledged(now)
-            self._next_look = now + self._config.look_s
             refused = "".join(f"; refused: {text}" for text in self._degraded)
             log.info("%s, pid %d, is ready%s", self.name, self._process.pid if self._process else 0, refused)
-            return self._next_look
+            return self._look(now)
         if now >= self._deadline:
             self._kill(f"it did not become ready within {self._config.start_s:g} s")
             return now + self._config.term_s
-        return now + ATTACH_POLL_S if self._said_ready else min(self._deadline, self._look(now))
+        again = self._look(now)
+        if self._said_ready:
+            return now + ATTACH_POLL_S
+        return self._deadline if again is None else min(self._deadline, again)
 
-    def _look(self, now: float) -> float:
-        """Kills a process that is found stopped twice. Returns when to look again."""
-        if now >= self._next_look:
-            self._next_look = now + self._config.look_s
-            stopped = self._process is not None and self._process.stopped()
-            if stopped and self._was_stopped:
-                self._kill("it was stopped")
-            self._was_stopped = stopped
-        return self._next_look
+    def _look(self, now: float) -> float | None:
+        """Kills a process that has been stopped for too long. Returns when to look again, None if an event will tell."""
+        process = self._process
+        if process is None or not process.stop_told:
+            return None
+        if not process.stopped():  # it was told to go on
+            self._stopped_at = None
+            process.watch_stops(self._around.wake)
+            return None
+        if self._stopped_at is None:
+            self._stopped_at = now
+        if now < self._stopped_at + self._config.stop_s:
+            return self._stopped_at + self._config.stop_s
+        self._kill("it was stopped")
+        return None
 
     def _drain(self, now: float) -> float:
         starting = self.life.state is State.STARTING

@@ -44,7 +44,7 @@ class Supervisor:
         self.session = session
         self._plan = plan
         self._selector = selectors.DefaultSelector()
-        self._around = Surroundings(session, model_fd, config or SupervisorConfig(), self._selector)
+        self._around = Surroundings(session, model_fd, config or SupervisorConfig(), self._selector, self._wake)
         self._slots: dict[int, Slot] = {}
         self._wanted: dict[int, WorkerSpec] = {}
         self._stopping = False

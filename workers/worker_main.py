@@ -5,6 +5,9 @@ imports the standard library, cffi's backend and the engine, nothing else: a sta
 
 The control socket, one end of a pair, carries from the supervisor one byte ("your lanes are bound, go") and from the worker one line of
 JSON (ready and what could not be had: pinning, memory policy; or why it can't work). Its end of file means that the front end is gone.
+
+Before its lanes start it gives up all that computing does not need (workers.sandbox); of its descriptors it keeps the first three and the
+control socket.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ EXIT_ORPHAN = 5
 PR_SET_PDEATHSIG = 1
 PR_SET_NAME = 15
 PR_SET_NO_NEW_PRIVS = 38
+OOM_POINTS = 200
+"""Of a thousand: how much rather than its front end the kernel kills a worker when memory runs out."""
 MPOL_PREFERRED = 1
 SYS_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
 
@@ -88,6 +93,11 @@ def main(argv: list[str]) -> None:
 
     from engine_c import EngineError, Model, Worker
 
+    from workers.sandbox import close_all_but, dump_no_shared_memory, lock_down, prefer_death
+
+    degraded.append(prefer_death(OOM_POINTS))
+    dump_no_shared_memory()
+
     def say(**message: object) -> None:
         os.write(control, json.dumps(message).encode() + b"\n")
 
@@ -99,6 +109,8 @@ def main(argv: list[str]) -> None:
     if os.read(control, 1) != b"g":
         os._exit(EXIT_ORPHAN)
 
+    close_all_but((0, 1, 2, control))
+    degraded += lock_down()
     left = len(lanes)
     lock = threading.Lock()
 

@@ -61,11 +61,11 @@ def test_a_worker_has_no_descriptor_but_its_own_and_no_new_privileges(model: Pat
         pid = team.supervisor.snapshot().workers[0].pid
         assert pid is not None
         fds = {int(name): os.readlink(f"/proc/{pid}/fd/{name}") for name in os.listdir(f"/proc/{pid}/fd")}
-        assert len(fds) == 7, fds  # stdin, stdout, stderr, control, model, team, arena
+        assert len(fds) == 4, fds  # stdin, stdout, stderr, control
         assert fds[0] == "/dev/null"
         status = Path(f"/proc/{pid}/status").read_text()
         assert re.search(r"^NoNewPrivs:\t1$", status, re.MULTILINE)
-        assert os.getsid(pid) == pid
+        assert (os.getpgid(pid), os.getsid(pid)) == (pid, os.getsid(0))
         assert "numpy" not in Path(f"/proc/{pid}/maps").read_text()
 
 
@@ -123,7 +123,7 @@ def test_a_worker_stopped_while_starting_is_not_waited_for(model: Path, tmp_path
     script = tmp_path / "stop.py"
     script.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)\n")
     monkeypatch.setattr(process, "MAIN", script)
-    settings = SupervisorConfig(look_s=0.02, start_s=600, policy=RestartPolicy(boot_limit=2))
+    settings = SupervisorConfig(stop_s=0.02, start_s=600, policy=RestartPolicy(boot_limit=2))
     with supervised(model, 1, settings) as supervisor, pytest.raises(SupervisorError, match=r"killed by SIGKILL \(it was stopped\)"):
         supervisor.start(20)
     assert children() == []

@@ -19,7 +19,7 @@ from workers.lifecycle import RestartPolicy, State
 from workers.slot import SupervisorConfig
 from workers.team import Team
 
-PATIENT = SupervisorConfig(look_s=0.05, policy=RestartPolicy(stable_s=0.0))
+PATIENT = SupervisorConfig(stop_s=0.05, policy=RestartPolicy(stable_s=0.0))
 """Deaths in quick succession are the point of these tests: no waiting, no giving up."""
 
 HOW = ("SIGKILL", "SIGSEGV", "SIGABRT", "SIGTERM", "SIGSTOP", "exit(0)")
@@ -172,7 +172,7 @@ def test_a_stopped_worker_holds_a_step_up_no_longer_than_the_deadline(model: Pat
 
 
 def test_an_idle_worker_that_is_stopped_is_replaced(model: Path) -> None:
-    quick = SupervisorConfig(look_s=0.05)
+    quick = SupervisorConfig(stop_s=0.05)
     with Team.open(model, config(1, supervisor=quick)) as team:
         striker = Striker(team, "SIGSTOP")
         striker.strike(0)
