@@ -17,7 +17,7 @@ C_TESTS := $(wildcard engine_c/tests/test_*.c)
 PROTOS := $(shell find proto -name '*.proto') proto/build_proto.py
 PYTHON_CODE := engine_c workers service ops proto tests setup.py
 
-.PHONY: help demo serve test test-arm check sanitize fuzz bench proto engine clean
+.PHONY: help demo serve test test-arm test-numa check sanitize fuzz bench proto engine clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -61,6 +61,9 @@ serve: $(READY) demo-model ## serve the demo model, or MODEL=file, on port 50051
 
 test: $(READY) $(VENV)/.dev demo-model ## run all tests
 	@$(PY) -m pytest $(ARGS)
+
+test-numa: $(READY) $(VENV)/.dev ## the service in virtual machines with 1, 2 and 4 NUMA nodes (qemu; x86-64, Debian)
+	@$(PY) -m pytest -m numa tests/numa $(ARGS)
 
 bench: $(READY) ## measure prefill, decode and batches on random-weight models (BENCH="mm:int8 mm:int4")
 	@$(PY) -m ops.bench $(BENCH)

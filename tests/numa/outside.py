@@ -1,0 +1,83 @@
+"""The host's side: boots a machine for all tests that want one, and hands on the reports of the pytest inside as they come."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from tests.numa.guest import REPORTS
+from tests.numa.image import CACHE, ROOT, MachineError
+from tests.numa.machine import MACHINES, Running
+
+TEST_SECONDS = 180
+"""A test may take this long inside, where programs run some thirty times slower."""
+
+SCRIPT = """\
+cd {root} && export TMPDIR=/tmp HOME=/tmp PYTHONDONTWRITEBYTECODE=1
+exec {python} -m pytest -p tests.numa.guest -p no:cacheprovider --timeout={seconds} -m numa --basetemp=/tmp/pytest @/job/tests
+"""
+
+
+class Outside:
+    """The tests of one machine. The machine boots when the first report is asked for."""
+
+    def __init__(self, name: str, tests: Sequence[str], *, timeout: float) -> None:
+        self.name = name
+        self._tests = tests
+        self._timeout = timeout
+        self._running: Running | None = None
+        self._lines: Iterator[dict[str, object]] = iter(())
+
+    def reports(self, item: pytest.Item) -> Iterator[pytest.TestReport]:
+        """The reports of a test, up to that of its teardown; if the machine fails, one that says how."""
+        start = time.time()
+        try:
+            if self._running is None:
+                self._running = self._boot()
+                self._lines = self._follow(self._running)
+            for data in self._lines:
+                report = item.config.hook.pytest_report_from_serializable(config=item.config, data=data)
+                if report.nodeid == item.nodeid:
+                    yield report
+                    if report.when == "teardown":
+                        return
+            raise MachineError(f"the machine {self.name} ended before this test\n{self._running.story()}")
+        except MachineError as error:
+            text, now = str(error), time.time()
+            yield pytest.TestReport(item.nodeid, item.location, {}, "failed", text, "call", start=start, stop=now, duration=now - start)
+
+    def close(self) -> None:
+        """Switches the machine off."""
+        if self._running is not None:
+            self._running.close()
+
+    def _boot(self) -> Running:
+        job = CACHE / "jobs" / self.name
+        shutil.rmtree(job, ignore_errors=True)
+        job.mkdir(parents=True)
+        (job / "tests").write_text("\n".join(self._tests) + "\n")
+        script = SCRIPT.format(root=shlex.quote(str(ROOT)), python=shlex.quote(sys.executable), seconds=TEST_SECONDS)
+        (job / "run.sh").write_text(script)
+        return Running(MACHINES[self.name], job, timeout=self._timeout)
+
+    def _follow(self, running: Running) -> Iterator[dict[str, object]]:
+        """Whole lines of the report file, until the machine is off."""
+        path, at = running.job / REPORTS, 0
+        ended = False
+        while not ended:
+            ended = not running.running()
+            if path.exists():
+                with path.open("rb") as lines:
+                    lines.seek(at)
+                    for line in lines:
+                        if not line.endswith(b"\n"):
+                            break
+                        at += len(line)
+                        yield json.loads(line)
+            time.sleep(0.05)
