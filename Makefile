@@ -20,7 +20,7 @@ PYTHON_CODE := engine_c workers service ops proto tests setup.py
 .PHONY: help demo serve test test-arm test-numa check sanitize fuzz bench proto engine clean
 
 help: ## list the targets
-	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 # ---------------------------------------------------------------- environment
 # Stamps in $(VENV): a second run needs no pip and no network. A change of C or proto files rebuilds just those.

@@ -1,6 +1,7 @@
 """Tests marked numa(machine, ...) run inside virtual machines of those names; pytest outside hands their reports on.
 
-One machine boots for all tests that name it. Inside, the same tests run under the same pytest, with their fixtures (plugin tests.numa.guest).
+One machine boots for all tests that name it. Inside, the same tests run under the same pytest with their fixtures (plugin
+tests.numa.guest).
 `make test` leaves them out and says so.
 """
 
