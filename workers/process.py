@@ -55,9 +55,9 @@ class WorkerProcess:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 pass_fds=(theirs.fileno(), model_fd, team_fd, arena_fd),
-                # Ctrl-C in a terminal is for the front end, which drains. A group of its own in the same session: the kernel wakes a stopped
-                # process whose group loses its last parent and tells it to end (SIGHUP, SIGCONT), which no other way of dying with the front
-                # end does for one that was stopped before its first instruction.
+                # Ctrl-C in a terminal is for the front end, which drains. A group of its own in the same session: the kernel wakes a
+                # stopped process whose group loses its last parent and tells it to end (SIGHUP, SIGCONT), which no other way of dying
+                # with the front end does for one that was stopped before its first instruction.
                 process_group=0,
                 bufsize=0,
                 cwd="/",

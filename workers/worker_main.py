@@ -92,7 +92,6 @@ def main(argv: list[str]) -> None:
     import threading
 
     from engine_c import EngineError, Model, Worker
-
     from workers.sandbox import close_all_but, dump_no_shared_memory, lock_down, prefer_death
 
     degraded.append(prefer_death(OOM_POINTS))
