@@ -42,6 +42,25 @@ def memory_folders(root: str | Path = "/") -> list[tuple[int, Path]]:
     return list(_levels(Path(root), "memory"))
 
 
+class OomWatch:
+    """Tells whether an end by SIGKILL was the OOM killer's doing: each of its kills accounts for one such end."""
+
+    def __init__(self, root: str | Path = "/") -> None:
+        self._root = root
+        self._told = self._kills()
+
+    def took_one(self) -> bool:
+        """Whether it has killed once more than was told. Of several processes of the group it may have been another one."""
+        found = self._kills() > self._told
+        self._told += found
+        return found
+
+    def _kills(self) -> int:
+        """Our group's; outside any group the machine's, which is all there is."""
+        kills = read_memory(self._root).oom_kills
+        return _keyed(Path(self._root) / "proc/vmstat").get("oom_kill", 0) if kills is None else kills
+
+
 def read_cpu_quota(root: str | Path = "/") -> float | None:
     """CPUs' worth of time the groups allow, None if they do not limit it."""
     quotas = []

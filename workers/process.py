@@ -168,13 +168,13 @@ def command(spec: WorkerSpec, *, control: int, model_fd: int, team_fd: int, aren
 
 
 def describe_end(code: int, *, oom: bool = False) -> str:
-    """An exit code in words: signal names, our own exit codes, the OOM killer if a control group counted one of its kills."""
+    """An exit code in words: signal names, our own exit codes, the OOM killer if one of its kills was counted."""
     if code < 0:
         try:
             name = signal.Signals(-code).name
         except ValueError:
             name = f"signal {-code}"
-        return f"killed by {name}" + (" (out of memory: the control group's limit was reached)" if oom and code == -signal.SIGKILL else "")
+        return f"killed by {name}" + (" (out of memory: the kernel's choice)" if oom and code == -signal.SIGKILL else "")
     known = {
         worker_main.EXIT_MISMATCH: ": its segments do not fit",
         worker_main.EXIT_LANE: ": a lane failed",

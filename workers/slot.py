@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine_c import LANE_ACTIVE, LANE_DEAD, LANE_EMPTY, LANE_READY, EngineError, Session
-from workers.cgroup import read_memory
+from workers.cgroup import OomWatch
 from workers.lifecycle import Lifecycle, RestartPolicy, State
 from workers.plan import WorkerSpec
 from workers.process import Message, WorkerProcess, curable, describe_end
@@ -69,6 +69,7 @@ class Surroundings:
     model_fd: int
     config: SupervisorConfig
     selector: selectors.BaseSelector
+    oom: OomWatch
     wake: Callable[[], None]
     """Makes the supervisor's thread converge soon; from any thread."""
 
@@ -92,7 +93,6 @@ class Slot:
         self._killed_for = ""
         self._complaint = ""
         self._tail: tuple[str, ...] = ()
-        self._oom_kills = 0
 
     @property
     def name(self) -> str:
@@ -147,7 +147,6 @@ class Slot:
         self._stopped_at = None
         self._killed_for = self._complaint = ""
         self._deadline = now + self._config.start_s
-        self._oom_kills = read_memory().oom_kills or 0
         session = self._session
         try:
             process = WorkerProcess(self.spec, model_fd=self._around.model_fd, team_fd=session.team_fd, arena_fd=session.arena_fd)
@@ -265,7 +264,7 @@ class Slot:
         process.close()
         self._process = None
         self._tail = tuple(process.tail)
-        cause = describe_end(code, oom=(read_memory().oom_kills or 0) > self._oom_kills)
+        cause = describe_end(code, oom=code == -signal.SIGKILL and not self._killed_for and self._around.oom.took_one())
         why = self._killed_for or self._complaint
         self._ended(process.pid, f"{cause} ({why})" if why else cause, again=curable(code))
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine_c import Session
+from workers.cgroup import OomWatch
 from workers.lifecycle import State
 from workers.plan import TeamPlan, WorkerSpec
 from workers.slot import Slot, SupervisorConfig, Surroundings, WorkerSnapshot
@@ -44,7 +45,7 @@ class Supervisor:
         self.session = session
         self._plan = plan
         self._selector = selectors.DefaultSelector()
-        self._around = Surroundings(session, model_fd, config or SupervisorConfig(), self._selector, self._wake)
+        self._around = Surroundings(session, model_fd, config or SupervisorConfig(), self._selector, OomWatch(), self._wake)
         self._slots: dict[int, Slot] = {}
         self._wanted: dict[int, WorkerSpec] = {}
         self._stopping = False

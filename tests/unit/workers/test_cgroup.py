@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.workers.fake_machine import GIB, NO_LIMIT_V1, Machine, mount_v1, mount_v2
-from workers.cgroup import read_cpu_quota, read_memory
+from workers.cgroup import OomWatch, read_cpu_quota, read_memory
 from workers.topology import read_topology
 
 V2 = "sys/fs/cgroup"
@@ -78,3 +78,18 @@ def test_without_control_groups_nothing_is_limited(cgroup: str, mounts: list[str
     memory = read_memory(root)
     assert (memory.limit_bytes, memory.available_bytes, memory.oom_kills) == (None, None, None)
     assert read_cpu_quota(root) is None
+
+
+def test_each_kill_for_want_of_memory_accounts_for_one_end(tmp_path: Path) -> None:
+    root = machine("0::/a\n", [mount_v2()], {f"{V2}/a/memory.events": "oom_kill 2\n"}).write(tmp_path)
+    watch = OomWatch(root)
+    assert not watch.took_one()
+    (root / V2 / "a/memory.events").write_text("oom_kill 4\n")
+    assert [watch.took_one() for _ in range(3)] == [True, True, False]
+
+
+def test_outside_any_group_the_kills_of_the_machine_count(tmp_path: Path) -> None:
+    root = machine("0::/\n", [], {"proc/vmstat": "pgfault 9\noom_kill 1\n"}).write(tmp_path)
+    watch = OomWatch(root)
+    (root / "proc/vmstat").write_text("pgfault 9\noom_kill 2\n")
+    assert [watch.took_one(), watch.took_one()] == [True, False]
