@@ -19,10 +19,11 @@ from service.blocks import BlockPool
 from service.plan import Limits
 from service.request import Request, State
 from service.scheduler import Scheduler
+from workers.segments import LoadMode
 from workers.team import Team, TeamConfig
 
 _WARM_STEPS = 4  # not measured: pages are touched, lanes wake
-_BURST_STEPS = 16  # decode steps of one sample
+BURST_STEPS = 16  # decode steps of one sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,7 @@ class BenchConfig:
     workers_per_node: int | None = None
     threads_per_worker: int | None = None
     kv_format: str = "bf16"
+    load: LoadMode = "auto"
     max_rows: int = 512
     samples: int = 5
     seed: int = 1
@@ -99,7 +101,7 @@ def opened(path: Path, config: BenchConfig, *, streams: int, tokens: int) -> Ite
         kv_format=KV_FORMATS[config.kv_format],
     )
     team_config = TeamConfig(
-        load_mode="auto",
+        load_mode=config.load,
         workers_per_node=config.workers_per_node,
         threads_per_worker=config.threads_per_worker,
         session=options,
@@ -128,13 +130,13 @@ def bench_prefill(path: Path, config: BenchConfig, *, tokens: int, meter: Meter,
 def bench_decode(path: Path, config: BenchConfig, *, streams: int, prompt: int, meter: Meter, limits: MachineLimits) -> Row:
     """Generated tokens a second over `streams` concurrent requests, once all of them decode. The limit is that of the reading speed found
     before and after."""
-    answer = _WARM_STEPS + config.samples * _BURST_STEPS + streams + 2
+    answer = _WARM_STEPS + config.samples * BURST_STEPS + streams + 2
     with opened(path, config, streams=streams, tokens=prompt + answer) as bench:
         all_decode(bench, streams=streams, prompt=prompt, answer=answer)
         before = meter.read()
         for _ in range(_WARM_STEPS):
             bench.step()
-        bursts = [[bench.step() for _ in range(_BURST_STEPS)] for _ in range(config.samples)]
+        bursts = [[bench.step() for _ in range(BURST_STEPS)] for _ in range(config.samples)]
         found = replace(limits, read_gb_s=statistics.median([*before, *meter.read()]))
         timed = [step for burst in bursts for step in burst]
         bench.finish()

@@ -119,12 +119,13 @@ def _describe(writer: object, shape: ModelShape) -> None:
 
 
 def _describe_tokens(writer: object, vocab: int) -> None:
-    """Special tokens, every byte, and words that only exist to tell tokens apart in an answer's text."""
+    """Special tokens, every byte, and words that only exist to tell tokens apart in an answer's text. Bytes beyond ASCII are words too: a
+    random model says them, and a server fails where its answer is not UTF-8."""
     import gguf
 
     assert isinstance(writer, gguf.GGUFWriter)
     pieces = [*_SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), *(f"▁w{index}" for index in range(vocab - FIRST_WORD))]
-    kinds = [_UNKNOWN, _CONTROL, _CONTROL, *[_BYTE] * 256, *[_NORMAL] * (vocab - FIRST_WORD)]
+    kinds = [_UNKNOWN, _CONTROL, _CONTROL, *[_BYTE] * 128, *[_NORMAL] * (vocab - len(_SPECIAL) - 128)]
     writer.add_tokenizer_model("llama")
     writer.add_token_list(pieces)
     writer.add_token_scores([0.0] * vocab)

@@ -11,82 +11,120 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from ops.bench.measure import BenchError
-from ops.bench.peers.output import Answered, read_completion
+from ops.bench.peers.output import Answered, check_answers, read_completion
 from ops.bench.peers.programs import Peer
 from ops.bench.served import free_port, stop
 
-_START_SECONDS, _ANSWER_SECONDS = 600.0, 1800.0
+_START_SECONDS, _ANSWER_SECONDS = 120.0, 300.0
 _POLL = 0.02
-_BATCH = 2048  # the server's default: prompt tokens it takes at once
+_BATCH = 2048  # the servers' default: prompt tokens they take at once
 _SLACK = 16  # tokens of context a stream has over what is needed
+_DYING_SECONDS = 1.0  # from its connections' end to the process's
+_LOG_END = 1500  # bytes of the log shown with an error
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A llama-server that is healthy."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    port: int
+    log: IO[bytes]
+
+    def failure(self, what: str) -> BenchError:
+        """What happened, whether it still runs, and the end of what it printed."""
+        try:
+            state = f"it ended with exit code {self.process.wait(_DYING_SECONDS)}"
+        except subprocess.TimeoutExpired:
+            state = "it still runs"
+        self.log.seek(0, 2)
+        self.log.seek(max(0, self.log.tell() - _LOG_END))
+        return BenchError(f"{self.name}'s llama-server {what}; {state}. The end of its log: {self.log.read().decode(errors='replace')}")
 
 
 @contextmanager
-def running(peer: Peer, model: Path, *, streams: int, tokens: int, threads: int) -> Iterator[int]:
-    """A server with so many slots of `tokens` tokens that is healthy; its port."""
+def running(peer: Peer, model: Path, *, streams: int, tokens: int, threads: int) -> Iterator[Server]:
+    """A server with so many slots of `tokens` tokens. BenchError with its log if it does not come up."""
     port = free_port()
+    command = [str(peer.program("llama-server")), *server_options(peer, model, streams=streams, tokens=tokens, threads=threads)]
     with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(
-            [str(peer.program("llama-server")), *_options(peer, model, streams, tokens, threads), "--port", str(port)],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
+        process = subprocess.Popen([*command, "--port", str(port)], stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
+        server = Server(peer.name, process, port, log)
         try:
-            if not _wait_healthy(process, port):
-                log.seek(0)
-                raise BenchError(f"{peer.name}'s llama-server did not start: {log.read()[-1500:].decode(errors='replace')}")
-            yield port
+            _wait_healthy(server)
+            yield server
         finally:
             stop(process)
 
 
-def _options(peer: Peer, model: Path, streams: int, tokens: int, threads: int) -> list[str]:
+def server_options(peer: Peer, model: Path, *, streams: int, tokens: int, threads: int) -> list[str]:
     """Prompts of all streams fit one batch, so that they begin to answer together; nothing of earlier prompts is kept."""
     context = -(-(tokens + _SLACK) // 256) * 256
     options = ["-m", str(model), "--host", "127.0.0.1", "-np", str(streams), "-c", str(streams * context)]
     options += ["-t", str(threads), "-tb", str(threads), "-b", str(max(_BATCH, streams * tokens)), "--cache-ram", "0"]
-    return [*options, "-fa", "on", "-rtr"] if peer.repacks else options
+    return [*options, *peer.server_extra]
 
 
-def _wait_healthy(process: subprocess.Popen[bytes], port: int) -> bool:
+def _wait_healthy(server: Server) -> None:
     end = time.monotonic() + _START_SECONDS
-    while time.monotonic() < end and process.poll() is None:
+    while server.process.poll() is None:
         try:
-            if _call(port, "GET", "/health", None)[0] == 200:
-                return True
-        except OSError:
+            if _call(server.port, "GET", "/health", None, timeout=_START_SECONDS)[0] == 200 and server.process.poll() is None:
+                return
+        except (OSError, http.client.HTTPException):
             pass  # not listening yet
+        if time.monotonic() > end:
+            raise server.failure(f"was not ready after {_START_SECONDS:.0f} s")
         time.sleep(_POLL)
-    return False
+    raise server.failure("did not start")
 
 
-def ask_streams(port: int, *, streams: int, prompt: int, answer: int, vocab: range, seed: int) -> list[Answered]:
-    """One request a stream at once, each with random tokens of its own, greedy, past the end of sequence, nothing cached or streamed."""
+def ask_streams(server: Server, *, streams: int, prompt: int, answer: int, vocab: range, seed: int) -> list[Answered]:
+    """One request a stream at once, each with random tokens of its own, greedy, past the end of sequence, nothing cached or streamed.
+    BenchError if the server fails or did something else than that."""
     numbers = random.Random(seed)
-    bodies = [_request([numbers.choice(vocab) for _ in range(prompt)], answer) for _ in range(streams)]
+    bodies = [completion_request([numbers.choice(vocab) for _ in range(prompt)], answer) for _ in range(streams)]
     with ThreadPoolExecutor(streams) as pool:
-        return list(pool.map(lambda body: _ask(port, body), bodies))
+        try:
+            answers = list(pool.map(lambda body: _ask(server, body), bodies))
+        except BaseException:
+            stop(server.process)  # frees the threads that still wait for an answer
+            raise
+    return answers
 
 
-def _request(tokens: list[int], answer: int) -> bytes:
+def ask_checked(server: Server, *, streams: int, prompt: int, answer: int, vocab: range, seed: int) -> list[Answered]:
+    """As ask_streams, and sure that every stream did all of it, by itself, while the others did."""
+    answers = ask_streams(server, streams=streams, prompt=prompt, answer=answer, vocab=vocab, seed=seed)
+    check_answers(answers, prompt=prompt, answer=answer)
+    return answers
+
+
+def completion_request(tokens: list[int], answer: int) -> bytes:
+    """The body of POST /completion."""
     greedy = {"samplers": ["top_k"], "top_k": 1, "temperature": 0.0}  # no sort of the whole vocabulary
     wish = {"prompt": tokens, "n_predict": answer, "ignore_eos": True, "cache_prompt": False, "stream": False} | greedy
     return json.dumps(wish).encode()
 
 
-def _ask(port: int, body: bytes) -> Answered:
-    status, answer = _call(port, "POST", "/completion", body)
+def _ask(server: Server, body: bytes) -> Answered:
+    try:
+        status, answer = _call(server.port, "POST", "/completion", body, timeout=_ANSWER_SECONDS)
+    except (OSError, http.client.HTTPException) as cause:
+        raise server.failure(f"gave no answer ({cause!r})") from cause
     if status != 200:
-        raise BenchError(f"llama-server answered with HTTP status {status}: {answer[:500]!r}")
-    return read_completion(answer)
+        raise BenchError(f"{server.name}'s llama-server answered with HTTP status {status}: {answer[:500]!r}")
+    return read_completion(answer, ended=time.monotonic())
 
 
-def _call(port: int, method: str, path: str, body: bytes | None) -> tuple[int, bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_ANSWER_SECONDS)
+def _call(port: int, method: str, path: str, body: bytes | None, *, timeout: float) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout)
     try:
         connection.request(method, path, body, {"Content-Type": "application/json"} if body else {})
         response = connection.getresponse()

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from ops.bench.measure import BenchError
 
+_TOGETHER = 0.8  # of a stream's time, at least, all others must generate too
 
 @dataclass(frozen=True, slots=True)
 class BenchLine:
@@ -24,14 +25,16 @@ class BenchLine:
 class Answered:
     """What a llama-server said of one request."""
 
+    prompt: int  # tokens it computed: fewer than it was given if it had kept some of an earlier prompt
     tokens: int
     seconds: float  # from the first generated token to the last
     text: str
+    ended: float = 0.0  # time.monotonic() when the answer came
 
     @property
     def rate(self) -> float:
-        """Tokens a second of this stream, as the server itself counts: the first token, which took no time of these, included."""
-        return self.tokens / self.seconds
+        """Tokens a second of this stream. The first token came with the prompt and took no time of these."""
+        return (self.tokens - 1) / self.seconds
 
 
 def read_llama_bench(text: str) -> list[BenchLine]:
@@ -57,14 +60,32 @@ def _line(test: Mapping[str, object]) -> BenchLine:
     return BenchLine(prompt, generated, depth, tuple(float(sample) for sample in samples))
 
 
-def read_completion(body: bytes) -> Answered:
+def read_completion(body: bytes, *, ended: float = 0.0) -> Answered:
     """The answer to POST /completion without streaming. BenchError if it is an error or lacks its timings."""
     try:
         message = json.loads(body)
         timings = message["timings"]
-        return Answered(int(timings["predicted_n"]), float(timings["predicted_ms"]) / 1e3, str(message["content"]))
+        seconds = float(timings["predicted_ms"]) / 1e3
+        return Answered(int(timings["prompt_n"]), int(timings["predicted_n"]), seconds, str(message["content"]), ended)
     except (ValueError, KeyError, TypeError) as cause:
         raise BenchError(f"llama-server answered without timings ({cause!r}): {body[:500]!r}") from cause
+
+
+def check_answers(answers: Sequence[Answered], *, prompt: int, answer: int) -> None:
+    """BenchError unless every stream read all of its prompt, said as much as it was asked for, and did so while the others did."""
+    for one in answers:
+        if one.tokens != answer or one.tokens < 2 or one.seconds <= 0:
+            raise BenchError(f"llama-server generated {one.tokens} tokens of {answer} in {one.seconds:.3f} s")
+        if one.prompt != prompt:
+            raise BenchError(f"llama-server computed {one.prompt} tokens of a prompt of {prompt}: it kept some or added its own")
+    if (share := together(answers)) < _TOGETHER:
+        raise BenchError(f"llama-server's streams ran side by side for only {share:.0%} of their time; it needs a slot for each")
+
+
+def together(answers: Sequence[Answered]) -> float:
+    """The time in which all streams generated, as a share of the median stream's."""
+    first, last = max(one.ended - one.seconds for one in answers), min(one.ended for one in answers)
+    return max(0.0, last - first) / statistics.median(one.seconds for one in answers)
 
 
 def streams_rate(answers: Sequence[Answered]) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,12 +11,12 @@ from ops.bench.measure import BenchError
 from ops.bench.peers.output import BenchLine, read_llama_bench
 
 _PLACES = (".", "bin", "build/bin")
-_PATIENCE = 3600.0
+_PATIENCE = 600.0  # seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """An engine of the llama.cpp family: its name and the folder of its programs."""
+    """An engine of the llama.cpp family: its name and the folder of its programs. Each is given the options it is fastest with."""
 
     name: str
     folder: Path
@@ -30,19 +29,25 @@ class Peer:
             raise BenchError(f"{path} is not there: build it (cmake --build BUILD --target {name})")
         return path
 
-    def bench_options(self, *, prompts: Sequence[int], generated: int) -> list[str]:
-        """llama-bench's, for prompts of these lengths and one stream of generation."""
-        return [*self._extra, "-p", ",".join(map(str, prompts)), "-n", str(generated)]
+    def prompt(self, *, tokens: int) -> list[str]:
+        """llama-bench's options for reading a prompt."""
+        return [*self.bench_extra, "-p", str(tokens), "-n", "0"]
 
-    def depth_options(self, *, depth: int, generated: int) -> list[str]:
-        """llama-bench's, for one stream of generation behind `depth` tokens of context."""
+    def generation(self, *, context: int, answer: int) -> list[str]:
+        """llama-bench's options for one stream of generation behind `context` tokens."""
         if self.repacks:
-            return [*self._extra, "-p", "0", "-n", "0", "-gp", f"{depth},{generated}"]
-        return [*self._extra, "-p", "0", "-n", str(generated), "-d", str(depth)]
+            return [*self.bench_extra, "-p", "0", "-n", "0", "-gp", f"{context},{answer}"]
+        return [*self.bench_extra, "-p", "0", "-n", str(answer), "-d", str(context)]
 
     @property
-    def _extra(self) -> list[str]:
+    def bench_extra(self) -> list[str]:
+        """What llama-bench is given besides."""
         return ["-fa", "1", "-rtr", "1"] if self.repacks else []
+
+    @property
+    def server_extra(self) -> list[str]:
+        """What llama-server is given besides."""
+        return ["-fa", "on", "-rtr"] if self.repacks else []
 
 
 def find_peer(name: str, folder: Path, *, repacks: bool) -> Peer:
@@ -65,13 +70,13 @@ def quantise(peer: Peer, source: Path, kind: str, *, threads: int) -> Path:
     return out
 
 
-def llama_bench(peer: Peer, model: Path, *, threads: int, prompts: Sequence[int], generated: int, depth: int) -> list[BenchLine]:
-    """One repetition of reading each prompt and of generating with one stream, and if depth is not 0 of generating behind that."""
-    command = [str(peer.program("llama-bench")), "-m", str(model), "-t", str(threads), "-r", "1", "-o", "json"]
-    lines = read_llama_bench(run([*command, *peer.bench_options(prompts=prompts, generated=generated)]))
-    if depth:
-        lines += read_llama_bench(run([*command, *peer.depth_options(depth=depth, generated=generated)]))
-    return lines
+def llama_bench(peer: Peer, model: Path, *, threads: int, options: list[str]) -> BenchLine:
+    """One repetition, after the program's own warm-up, of the one test the options ask for."""
+    command = [str(peer.program("llama-bench")), "-m", str(model), "-t", str(threads), "-r", "1", "-o", "json", *options]
+    lines = read_llama_bench(run(command))
+    if len(lines) != 1:
+        raise BenchError(f"{' '.join(command)} ran {len(lines)} tests instead of one")
+    return lines[0]
 
 
 def run(command: list[str]) -> str:

@@ -12,8 +12,7 @@ import pytest
 from ops.bench.measure import BenchError
 from ops.bench.peers.compare import Board
 from ops.bench.peers.gguf_model import FIRST_WORD, tensors, write_gguf
-from ops.bench.peers.output import Answered, distinct_words, read_completion, read_llama_bench, streams_rate
-from ops.bench.peers.programs import Peer, find_peer, quantise
+from ops.bench.peers.output import Answered, check_answers, distinct_words, read_completion, read_llama_bench, streams_rate
 from ops.random_model import ModelShape
 
 SAMPLES = Path(__file__).parent / "samples"
@@ -46,9 +45,29 @@ def test_answers_without_timings_are_an_error() -> None:
         read_completion(b'{"error": {"message": "busy"}}')
 
 
+def answered(tokens: int, seconds: float, *, prompt: int = 8, ended: float = 10.0) -> Answered:
+    return Answered(prompt, tokens, seconds, "", ended)
+
+
 def test_a_stream_that_waited_for_the_others_prompts_does_not_count() -> None:
-    together = [Answered(64, 2.0, "") for _ in range(3)]
-    assert streams_rate([Answered(64, 9.0, ""), *together]) == 4 * 32.0
+    together = [answered(65, 2.0) for _ in range(3)]
+    assert streams_rate([answered(65, 9.0), *together]) == 4 * 32.0
+
+
+def test_answers_that_are_short_or_of_a_kept_prompt_or_one_after_the_other_are_errors() -> None:
+    side_by_side = [answered(64, 2.0), answered(64, 2.2)]
+    check_answers(side_by_side, prompt=8, answer=64)
+    with pytest.raises(BenchError, match="generated 63 tokens of 64"):
+        check_answers([*side_by_side, answered(63, 2.0)], prompt=8, answer=64)
+    with pytest.raises(BenchError, match="computed 1 tokens of a prompt of 8"):
+        check_answers([*side_by_side, answered(64, 2.0, prompt=1)], prompt=8, answer=64)
+    with pytest.raises(BenchError, match="side by side for only 50%"):
+        check_answers([*side_by_side, answered(64, 2.0, ended=11.0)], prompt=8, answer=64)
+
+
+def test_completions_are_read() -> None:
+    body = json.dumps({"content": " w1 w2", "timings": {"prompt_n": 64, "predicted_n": 2, "predicted_ms": 500.0}}).encode()
+    assert read_completion(body, ended=3.0) == Answered(64, 2, 0.5, " w1 w2", 3.0)
 
 
 def test_streams_that_say_the_same_are_not_distinct() -> None:
@@ -85,21 +104,3 @@ def test_the_gguf_file_has_every_tensor_and_a_vocabulary(tmp_path: Path) -> None
     down = next(tensor for tensor in reader.tensors if tensor.name == "blk.1.ffn_down_exps.weight")
     assert float(np.asarray(down.data, np.float32).std()) == pytest.approx(2 / np.sqrt(4) / np.sqrt(96), rel=0.05)
     assert not list(tmp_path.glob("*.part"))
-
-
-def test_programs_are_found_in_a_build_folder_and_missing_ones_named(tmp_path: Path) -> None:
-    with pytest.raises(BenchError, match="no llama-bench"):
-        find_peer("llama.cpp", tmp_path, repacks=False)
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "llama-bench").touch()
-    peer = find_peer("llama.cpp", tmp_path, repacks=False)
-    with pytest.raises(BenchError, match=r"llama-server is not there"):
-        peer.program("llama-server")
-    assert quantise(peer, tmp_path / "m.gguf", "F16", threads=1) == tmp_path / "m.gguf"
-
-
-def test_only_ik_is_asked_to_repack() -> None:
-    assert Peer("a", Path()).bench_options(prompts=[512, 64], generated=8) == ["-p", "512,64", "-n", "8"]
-    assert Peer("ik", Path(), repacks=True).bench_options(prompts=[512], generated=8) == ["-fa", "1", "-rtr", "1", "-p", "512", "-n", "8"]
-    assert Peer("a", Path()).depth_options(depth=64, generated=8) == ["-p", "0", "-n", "8", "-d", "64"]
-    assert Peer("ik", Path(), repacks=True).depth_options(depth=64, generated=8)[-2:] == ["-gp", "64,8"]
