@@ -1,6 +1,6 @@
 """The engine: a mixture-of-experts transformer for CPUs, in C, with this typed wrapper. Imports the standard library and cffi only."""
 
-from engine_c.engine import Model, Session, Worker, isa_available, isa_name, isa_select, session_bytes, version
+from engine_c.engine import OPERATIONS, Model, Session, Worker, isa_available, isa_name, isa_select, session_bytes, version
 from engine_c.structs import (
     FORMATS,
     GREEDY,
@@ -14,6 +14,7 @@ from engine_c.structs import (
     MAX_TOP_LOGPROBS,
     EngineError,
     ModelInfo,
+    Part,
     RowResult,
     Sampling,
     SeqResult,
@@ -33,9 +34,11 @@ __all__ = [
     "LANE_LEAVING",
     "LANE_READY",
     "MAX_TOP_LOGPROBS",
+    "OPERATIONS",
     "EngineError",
     "Model",
     "ModelInfo",
+    "Part",
     "RowResult",
     "Sampling",
     "SeqResult",

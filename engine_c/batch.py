@@ -171,7 +171,8 @@ class BatchBuffers:
     def step_stats(self) -> StepStats:
         """The last step's statistics."""
         s = self.stats
-        return StepStats(s.step_ns, s.wait_ns, s.serial_ns, s.phases, s.tasks, s.tasks_rerun, s.lanes, s.lanes_lost)
+        counts = s.phases, s.tasks, s.tasks_rerun, s.lanes, s.lanes_lost, s.tasks_homed, s.tasks_local
+        return StepStats(s.step_ns, s.wait_ns, s.serial_ns, *counts, tuple(s.op_ns))
 
 
 def _assign(array: Array[int], values: list[int]) -> Array[int]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Self
 
 from engine_c._engine import ffi, lib
 from engine_c.batch import BatchBuffers
-from engine_c.structs import EngineError, ModelInfo, PathLike, SeqResult, SeqWork, SessionOptions, StepStats
+from engine_c.structs import EngineError, ModelInfo, Part, PathLike, SeqResult, SeqWork, SessionOptions, StepStats
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,6 +25,10 @@ def fail(err: Error) -> EngineError:
 def text(pointer: Pointer) -> str:
     """A const char * of the library."""
     return ffi.string(pointer).decode()
+
+
+OPERATIONS: tuple[str, ...] = tuple(text(lib.colibri_operation_name(i)) for i in range(lib.COLIBRI_OPS))
+"""Names of what a step is made of, by enum colibri_operation."""
 
 
 def version() -> str:
@@ -106,6 +110,15 @@ class Model(_Handle):
         """Opens a container through a descriptor, which stays the caller's."""
         out, err = ffi.new("colibri_model **"), ffi.new("colibri_error *")
         if lib.colibri_model_open_fd(fd, out, err):
+            raise fail(err)
+        return cls(out[0])
+
+    @classmethod
+    def open_parts(cls, parts: Sequence[Part]) -> Self:
+        """Opens a container whose parts, ascending and without gap, lie in descriptors of their own, which stay the caller's. EngineError also EINVAL."""
+        out, err = ffi.new("colibri_model **"), ffi.new("colibri_error *")
+        array = ffi.new("colibri_part[]", [(part.fd, part.node, part.offset, part.bytes) for part in parts])
+        if lib.colibri_model_open_parts(array, len(parts), out, err):
             raise fail(err)
         return cls(out[0])
 
@@ -217,6 +230,25 @@ class Session(_User):
     def lane_tasks(self, lane: int) -> int:
         """Tasks a lane has completed since it attached."""
         return lib.colibri_lane_tasks(self._pointer, lane)
+
+    def lane_place(self, lane: int, node: int) -> None:
+        """Says on which NUMA node a lane runs, -1 unknown; holds from the next step on. Lane max_lanes is the front end's own."""
+        self._lane_call(lane, lib.colibri_lane_place(self._pointer, lane, node))
+
+    def lane_homed(self, lane: int) -> int:
+        """Tasks with a home node that whoever had the lane has completed."""
+        return lib.colibri_lane_homed(self._pointer, lane)
+
+    def lane_local(self, lane: int) -> int:
+        """Those of lane_homed whose home is the lane's node."""
+        return lib.colibri_lane_local(self._pointer, lane)
+
+    def kv_range(self, kv_head: int) -> tuple[int, int]:
+        """Offset and bytes of a KV head's keys and values in the arena segment."""
+        found = ffi.new("uint64_t[]", 2)
+        if status := lib.colibri_session_kv_range(self._pointer, kv_head, found, found + 1):
+            raise EngineError(status, f"KV head {kv_head} is not one of the model's {self.model.info.kv_heads}")
+        return found[0], found[1]
 
     def _lane_call(self, lane: int, status: int) -> int:
         if status < 0:

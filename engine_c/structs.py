@@ -59,6 +59,16 @@ class ModelInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """A piece of a container (colibri_part): bytes [offset, offset + bytes) of it, at the same offset of fd; node -1: on none in particular."""
+
+    fd: int
+    node: int
+    offset: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class SessionOptions:
     """Sizes and waiting times of a session (colibri_session_options). kv_blocks 0 means "to be planned" (workers.plan)."""
 
@@ -72,12 +82,13 @@ class SessionOptions:
     spin_us: int = 50
     hang_ms: int = 1000
     trace_routes: int = 0
+    split_down: int = 0
 
     def as_tuple(self) -> tuple[int, ...]:
         """In the order of the C struct."""
         return (
             self.max_rows, self.max_seqs, self.max_logit_rows, self.kv_blocks, self.kv_format,
-            self.max_lanes, self.front_lane, self.spin_us, self.hang_ms, self.trace_routes,
+            self.max_lanes, self.front_lane, self.spin_us, self.hang_ms, self.trace_routes, self.split_down,
         )
 
 
@@ -148,6 +159,10 @@ class StepStats:
     tasks_rerun: int
     lanes: int
     lanes_lost: int
+    tasks_homed: int
+    tasks_local: int
+    op_ns: tuple[int, ...]
+    """By operation, in the order of OPERATIONS."""
 
 
 PathLike = str | os.PathLike[str]

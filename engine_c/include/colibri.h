@@ -30,9 +30,11 @@ extern "C" {
 #define COLIBRI_API
 #endif
 
-#define COLIBRI_ABI_VERSION 1
+#define COLIBRI_ABI_VERSION 2
 #define COLIBRI_KV_BLOCK 16      /* tokens of one KV block */
 #define COLIBRI_MAX_TOP_LOGPROBS 20
+#define COLIBRI_MAX_NODES 1024   /* NUMA node numbers are 0..1023 */
+#define COLIBRI_OPS 14           /* enum colibri_operation */
 
 /* ---------------------------------------------------------------- errors */
 
@@ -116,6 +118,20 @@ typedef struct colibri_model_info {
  * *out is the caller's, to be closed. COLIBRI_EIO, COLIBRI_EFORMAT, COLIBRI_EUNSUPPORTED, COLIBRI_ENOMEM. */
 COLIBRI_API int colibri_model_open(const char *path, colibri_model **out, colibri_error *err);
 COLIBRI_API int colibri_model_open_fd(int fd, colibri_model **out, colibri_error *err);
+
+/* A piece of a container: bytes [offset, offset + bytes) of it, found at the same offset of fd (so each node's memfd is a sparse file of the
+ * container's size). node: the NUMA node that holds these bytes, 0..COLIBRI_MAX_NODES-1; -1: none in particular. */
+typedef struct colibri_part {
+  int32_t fd, node;
+  uint64_t offset, bytes;
+} colibri_part;
+
+/* Opens a container of n parts that cover it: ascending, without gap or overlap, from byte 0, each starting at a page and but for the last ending
+ * at one. They are mapped side by side, so that everything lies where it lies in one file; colibri_model_open_fd is the one-part case. parts and the
+ * descriptors stay the caller's. With two nodes or more, tasks have a home node and lanes take those of their own node first (colibri_lane_place);
+ * results do not depend on it. Errors as colibri_model_open; COLIBRI_EINVAL for parts that do not fit together, COLIBRI_ENOMEM for more than
+ * the kernel maps (vm.max_map_count). */
+COLIBRI_API int colibri_model_open_parts(const colibri_part *parts, int32_t n, colibri_model **out, colibri_error *err);
 /* Checks a container image in memory, header, descriptor and tensor table, without keeping anything (fuzz entry). */
 COLIBRI_API int colibri_model_check(const void *data, size_t size, colibri_error *err);
 COLIBRI_API void colibri_model_close(colibri_model *model);
@@ -139,6 +155,8 @@ typedef struct colibri_session_options {
   int32_t spin_us;         /* a lane spins this long for work before it sleeps */
   int32_t hang_ms;         /* a lane holding a task longer than this is killed and its task run again; 0 = never */
   int32_t trace_routes;    /* 1: keep every row's experts and weights for colibri_session_routes */
+  int32_t split_down;      /* 1: an expert's down product is tasks of that expert alone, for weights that hold whole experts on a node; the weighted
+                            * sum is an operation of its own. Same bits; costs max_rows * top_k rows of output in the arena */
 } colibri_session_options;
 
 /* Bytes of shared memory a session with these options needs (team + arena). 0 if the options are out of range. */
@@ -150,6 +168,9 @@ COLIBRI_API void colibri_session_close(colibri_session *session);
 /* Descriptors to hand to workers (inherited or by SCM_RIGHTS). They stay the session's. */
 COLIBRI_API int colibri_session_team_fd(const colibri_session *session);
 COLIBRI_API int colibri_session_arena_fd(const colibri_session *session);
+/* Where the arena keeps one KV head's keys and values, of all layers and blocks: bytes at offset in the arena segment, starting at a multiple of 4096
+ * (of 2 MiB if it is that large), so that memory policy can put each head on a node. Any thread. COLIBRI_EINVAL. */
+COLIBRI_API int colibri_session_kv_range(const colibri_session *session, int kv_head, uint64_t *offset, uint64_t *bytes);
 
 /* Lanes. A lane is EMPTY until its worker attaches (READY), computes from the next step on (ACTIVE), is LEAVING once asked to, and DEAD
  * when its process is known to have ended. These may be called from any thread, also while a step runs. */
@@ -167,6 +188,13 @@ COLIBRI_API int colibri_lane_dead(colibri_session *session, int lane);
 COLIBRI_API int colibri_lane_get_state(const colibri_session *session, int lane);
 /* Tasks a lane has completed since it attached. */
 COLIBRI_API uint64_t colibri_lane_tasks(const colibri_session *session, int lane);
+/* Says on which NUMA node a lane runs; -1: unknown, which is how they start. lane max_lanes is the front end's own. Holds from the next step on, for
+ * whichever process has the lane, until it is said anew: say it before the lane attaches. COLIBRI_EINVAL. */
+COLIBRI_API int colibri_lane_place(colibri_session *session, int lane, int node);
+/* Tasks with a home node that a lane (max_lanes: the front end's own) has completed, and those of them whose home is the lane's node. Counted since
+ * the session was opened, whoever had the lane. */
+COLIBRI_API uint64_t colibri_lane_homed(const colibri_session *session, int lane);
+COLIBRI_API uint64_t colibri_lane_local(const colibri_session *session, int lane);
 
 /* ---------------------------------------------------------------- one step */
 
@@ -215,6 +243,26 @@ typedef struct colibri_row_result {
   float top_logprobs[COLIBRI_MAX_TOP_LOGPROBS];
 } colibri_row_result;
 
+/* What a step is made of, in the order of a layer; then the head. */
+enum colibri_operation {
+  COLIBRI_OP_PREPARE_ATTENTION = 0, /* norm, quantise (first layer: embed) */
+  COLIBRI_OP_QKV = 1,
+  COLIBRI_OP_STORE_KV = 2,          /* only where COLIBRI_OP_ATTEND does not do it */
+  COLIBRI_OP_ATTEND = 3,
+  COLIBRI_OP_PREPARE_O = 4,
+  COLIBRI_OP_O = 5,                 /* product and residual */
+  COLIBRI_OP_PREPARE_MOE = 6,       /* norm, gate, quantise */
+  COLIBRI_OP_ROUTE = 7,             /* choice of experts, mini-batches: the stepping thread's own */
+  COLIBRI_OP_GATE_UP = 8,           /* with SiLU and quantising */
+  COLIBRI_OP_DOWN = 9,              /* product, weighted sum and residual; split_down: product only */
+  COLIBRI_OP_COMBINE = 10,          /* split_down: weighted sum and residual */
+  COLIBRI_OP_PREPARE_HEAD = 11,
+  COLIBRI_OP_HEAD = 12,
+  COLIBRI_OP_SAMPLE = 13
+};
+/* "prepare_attention", "qkv", ...; NULL if operation is none. Any thread. */
+COLIBRI_API const char *colibri_operation_name(int operation);
+
 typedef struct colibri_step_stats {
   uint64_t step_ns;        /* the whole step */
   uint64_t wait_ns;        /* the stepping thread waited with nothing to compute */
@@ -223,7 +271,11 @@ typedef struct colibri_step_stats {
   uint32_t tasks_rerun;    /* tasks taken over from a dead lane */
   uint32_t lanes;          /* lanes of this step, the front end's included */
   uint32_t lanes_lost;     /* lanes found dead in this step */
+  uint32_t tasks_homed;    /* tasks that have a home node */
+  uint32_t tasks_local;    /* those of them done by a lane of that node */
   uint32_t reserved;
+  uint64_t op_ns[COLIBRI_OPS]; /* by enum colibri_operation: from the end of the operation before to this one's, on the stepping thread's clock; their sum
+                                * is step_ns less taking the batch in and giving the results out */
 } colibri_step_stats;
 
 /* Runs all layers for one batch. Blocks; call it with no lock the workers' supervision needs. results [sum n_logits] is the caller's.

@@ -5,16 +5,21 @@
 
 typedef struct cursor { char *base; uint64_t at; int overflow; } cursor;
 
-/* Takes count * size bytes, 64-byte aligned; large parts on a page of their own so that a KV block never shares one with activations. */
-static void *take(cursor *c, uint64_t count, uint64_t size) {
-  uint64_t bytes, align;
+/* Takes count * size bytes at a multiple of align. */
+static void *take_aligned(cursor *c, uint64_t count, uint64_t size, uint64_t align) {
+  uint64_t bytes;
   if (__builtin_mul_overflow(count, size, &bytes) || bytes > (UINT64_C(1) << 46)) { c->overflow = 1; return NULL; }
-  align = bytes >= 65536 ? 4096 : 64;
   c->at = (c->at + align - 1) / align * align;
   void *p = c->base ? c->base + c->at : NULL;
   c->at += bytes;
   return p;
 }
+
+/* The same, 64-byte aligned; large parts on a page of their own. */
+static void *take(cursor *c, uint64_t count, uint64_t size) { return take_aligned(c, count, size, size && count >= 65536 / size ? 4096 : 64); }
+
+/* Where a KV head's region starts: whole pages, so that a memory policy can be set for it, and whole huge pages where it has some. */
+static int64_t head_align(int64_t bytes) { return bytes >= 2 << 20 ? 2 << 20 : 4096; }
 
 static int32_t groups_of(int64_t k) { return (int32_t)((k + COLIBRI_GROUP - 1) / COLIBRI_GROUP); }
 
@@ -41,8 +46,10 @@ static void fill_dims(const colibri_model_info *i, const colibri_session_options
   d->ffn_row_bytes = widest_row(i, d->ffn_groups);
   d->max_blocks = (i->max_context + COLIBRI_KV_BLOCK - 1) / COLIBRI_KV_BLOCK;
   d->kv_part_bytes = (COLIBRI_KV_BLOCK * element * i->head_dim + 63) / 64 * 64;
-  d->kv_block_bytes = 2 * d->kv_part_bytes * i->kv_heads;
+  d->kv_block_bytes = 2 * d->kv_part_bytes;
   d->kv_layer_bytes = d->kv_block_bytes * o->kv_blocks;
+  int64_t head = d->kv_layer_bytes * i->layers, align = head_align(head);
+  d->kv_head_bytes = (head + align - 1) / align * align;
 }
 
 uint64_t colibri_arena_layout(const colibri_model *model, const colibri_session_options *o, char *base, colibri_arena *a) {
@@ -74,10 +81,12 @@ uint64_t colibri_arena_layout(const colibri_model *model, const colibri_session_
   a->pair_row = take(&c, pairs, sizeof *a->pair_row);
   a->pair_weight = take(&c, pairs, sizeof *a->pair_weight);
   a->act_ffn = take(&c, pairs, (uint64_t)d->ffn_row_bytes);
+  a->row_pairs = o->split_down ? take(&c, pairs, sizeof *a->row_pairs) : NULL;
+  a->pair_out = o->split_down ? take(&c, pairs * (uint64_t)d->hidden_pad, sizeof *a->pair_out) : NULL;
   a->logits = take(&c, logit_rows * (uint64_t)i->vocab, sizeof *a->logits);
   a->results = take(&c, logit_rows, sizeof *a->results);
   a->row_error = take(&c, rows, sizeof *a->row_error);
-  a->kv = take(&c, (uint64_t)i->layers * (uint64_t)o->kv_blocks, (uint64_t)d->kv_block_bytes);
+  a->kv = take_aligned(&c, (uint64_t)i->kv_heads, (uint64_t)d->kv_head_bytes, (uint64_t)head_align(d->kv_head_bytes));
   a->bytes = (c.at + 4095) / 4096 * 4096;
   return c.overflow ? 0 : a->bytes;
 }

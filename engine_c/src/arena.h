@@ -25,8 +25,9 @@ typedef struct colibri_dims {
   int32_t ffn_row_bytes, hidden_row_bytes, att_row_bytes; /* prepared activation rows, largest format in use */
   int32_t max_blocks;                             /* block table entries a sequence can have */
   int64_t kv_part_bytes;                          /* one KV head's K (or V) in one block */
-  int64_t kv_block_bytes;                         /* one block of one layer, all KV heads, K and V */
-  int64_t kv_layer_bytes;
+  int64_t kv_block_bytes;                         /* one KV head's K and V in one block */
+  int64_t kv_layer_bytes;                         /* one KV head's blocks of one layer */
+  int64_t kv_head_bytes;                          /* one KV head's layers; from one head's region to the next */
 } colibri_dims;
 
 typedef struct colibri_arena {
@@ -53,18 +54,20 @@ typedef struct colibri_arena {
   int32_t *pair_row;        /* [max_rows * top_k] */
   float *pair_weight;       /* [max_rows * top_k] */
   char *act_ffn;            /* [max_rows * top_k][ffn_row_bytes] hidden activations, prepared */
+  int32_t *row_pairs;       /* [max_rows][top_k] a row's pairs, ascending: by expert; NULL unless split_down */
+  float *pair_out;          /* [max_rows * top_k][hidden_pad] outputs of the experts, not weighted; NULL unless split_down */
   float *logits;            /* [max_logit_rows][vocab] */
   colibri_row_result *results; /* [max_logit_rows] */
   uint32_t *row_error;      /* [max_rows] 0, or 1 + the layer that met a NaN or infinity; accessed atomically */
-  char *kv;                 /* [layers][kv_blocks][kv_heads][K, V] */
+  char *kv;                 /* [kv_heads][layers][kv_blocks][K, V]: a head's region can be put on a node */
 } colibri_arena;
 
 /* Lays the arena out over base (NULL: only sizes). Returns 0 bytes on overflow. */
 uint64_t colibri_arena_layout(const colibri_model *model, const colibri_session_options *options, char *base, colibri_arena *arena);
 
-/* Base of one KV head's part of a layer's pool. */
+/* Base of one KV head's blocks of a layer. */
 static inline char *colibri_arena_kv(const colibri_arena *a, int layer, int kv_head) {
-  return a->kv + layer * a->dims.kv_layer_bytes + kv_head * 2 * a->dims.kv_part_bytes;
+  return a->kv + kv_head * a->dims.kv_head_bytes + layer * a->dims.kv_layer_bytes;
 }
 
 #endif

@@ -16,27 +16,83 @@
 
 const char *colibri_version(void) { return "0.1.0"; }
 
+/* ---------------------------------------------------------------- parts */
+
+static size_t page_bytes(void) { return (size_t)sysconf(_SC_PAGESIZE); }
+
+/* A part's place among the others: it starts where the one before ended, at a page. *end becomes its own end. */
+static int check_place(const colibri_part *p, int i, int n, uint64_t *end, colibri_error *err) {
+  unsigned long long offset = p->offset, bytes = p->bytes, before = *end;
+  if (p->node < -1 || p->node >= COLIBRI_MAX_NODES)
+    return colibri_fail(err, COLIBRI_EINVAL, "part %d: node %d must be -1 to %d", i, p->node, COLIBRI_MAX_NODES - 1);
+  if (offset > before)
+    return colibri_fail(err, COLIBRI_EINVAL, "part %d starts at byte %llu: bytes %llu to there are in no part", i, offset, before);
+  if (offset < before)
+    return colibri_fail(err, COLIBRI_EINVAL, "part %d starts at byte %llu, but the part before it ends at %llu: they overlap", i, offset, before);
+  if (!bytes || bytes > (uint64_t)INT64_MAX - offset)
+    return colibri_fail(err, COLIBRI_EINVAL, "part %d has %llu bytes, it must have some and end within a file's limits", i, bytes);
+  if (i < n - 1 && bytes % page_bytes())
+    return colibri_fail(err, COLIBRI_EINVAL, "part %d ends at byte %llu, not at a multiple of the page size %zu; only the last part may", i,
+                        offset + bytes, page_bytes());
+  *end = p->offset + p->bytes;
+  return COLIBRI_OK;
+}
+
+/* A part's bytes are in its descriptor's file. */
+static int check_file(const colibri_part *p, int i, colibri_error *err) {
+  struct stat st;
+  if (fstat(p->fd, &st) != 0) return colibri_fail(err, COLIBRI_EIO, "part %d: descriptor %d: %s", i, p->fd, strerror(errno));
+  if (!S_ISREG(st.st_mode)) return colibri_fail(err, COLIBRI_EIO, "part %d: descriptor %d is not a regular file", i, p->fd);
+  if ((uint64_t)st.st_size < p->offset + p->bytes)
+    return colibri_fail(err, COLIBRI_EFORMAT, "part %d reaches to byte %llu, its file has %lld: it is truncated; load the model again", i,
+                        (unsigned long long)(p->offset + p->bytes), (long long)st.st_size);
+  return COLIBRI_OK;
+}
+
+/* Mappings a process may have; 0 if the kernel does not say. */
+static long map_limit(void) {
+  char text[32] = "";
+  int fd = open("/proc/sys/vm/max_map_count", O_RDONLY | O_CLOEXEC);
+  ssize_t n = fd < 0 ? 0 : read(fd, text, sizeof text - 1);
+  if (fd >= 0) close(fd);
+  return n > 0 ? atol(text) : 0;
+}
+
+/* The first part behind i that does not go on in the same file: parts i..that-1 are one mapping. */
+static int run_end(const colibri_part *parts, int i, int n) {
+  int end = i + 1;
+  while (end < n && parts[end].fd == parts[i].fd) end++;
+  return end;
+}
+
+static int too_many(int runs, long limit, colibri_error *err) {
+  return colibri_fail(err, COLIBRI_ENOMEM, "%d parts need as many mappings, vm.max_map_count allows %ld: raise it (sysctl -w vm.max_map_count=%d) or place larger parts",
+                      runs, limit, 2 * runs + 1024);
+}
+
+static int check_parts(const colibri_part *parts, int n, uint64_t *bytes, colibri_error *err) {
+  int runs = 0, rc = COLIBRI_OK;
+  *bytes = 0;
+  for (int i = 0; i < n && !rc; i++) rc = check_place(&parts[i], i, n, bytes, err);
+  for (int i = 0; i < n && !rc; i++) rc = check_file(&parts[i], i, err);
+  for (int i = 0; i < n; i = run_end(parts, i, n)) runs++;
+  long limit = map_limit();
+  return !rc && limit && runs > 1 && runs >= limit ? too_many(runs, limit, err) : rc;
+}
+
 /* ---------------------------------------------------------------- mapping */
 
-/* Maps size bytes of fd shared and read-only. Files of a huge page or more start at a multiple of one, so that huge pages in the page
- * cache (memfd, MADV_COLLAPSE) can be mapped as such: 10-18 % of decode speed. MAP_FAILED as mmap. */
-static void *map_file(int fd, size_t size) {
-  if (size < HUGE_PAGE || size > SIZE_MAX / 2) return mmap(NULL, size, PROT_READ, MAP_SHARED, fd, 0);
-  size_t reserved = size + HUGE_PAGE;
-  char *base = mmap(NULL, reserved, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (base == MAP_FAILED) return MAP_FAILED;
-  char *aligned = base + (HUGE_PAGE - (uintptr_t)base % HUGE_PAGE) % HUGE_PAGE;
-  char *map = mmap(aligned, size, PROT_READ, MAP_SHARED | MAP_FIXED, fd, 0);
-  if (map == MAP_FAILED) {
-    int saved = errno;
-    munmap(base, reserved);
-    errno = saved;
-    return MAP_FAILED;
-  }
-  size_t page = (size_t)sysconf(_SC_PAGESIZE), used = (size + page - 1) / page * page;
+/* Address space for size bytes. A huge page or more starts at a multiple of one, so that huge pages in the page cache (memfd, MADV_COLLAPSE) can be mapped as
+ * such: 10-18 % of decode speed. NULL and errno. */
+static char *reserve(size_t size) {
+  size_t page = page_bytes(), align = size < HUGE_PAGE ? page : HUGE_PAGE, used = (size + page - 1) / page * page, all = used + align;
+  if (size > SIZE_MAX / 2) return errno = ENOMEM, NULL;
+  char *base = mmap(NULL, all, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (base == MAP_FAILED) return NULL;
+  char *aligned = base + (align - (uintptr_t)base % align) % align;
   if (aligned > base) munmap(base, (size_t)(aligned - base));
-  if (aligned + used < base + reserved) munmap(aligned + used, (size_t)(base + reserved - (aligned + used)));
-  return map;
+  munmap(aligned + used, (size_t)(base + all - (aligned + used)));
+  return aligned;
 }
 
 /* Hints only: a kernel that knows none of them loses nothing but speed. */
@@ -45,7 +101,97 @@ static void advise(void *map, size_t size) {
   madvise(map, size, MADV_DONTDUMP);
 }
 
+/* Maps the parts side by side, shared and read-only. NULL and the sentence. */
+static char *map_parts(const colibri_part *parts, int n, size_t size, colibri_error *err) {
+  char *map = reserve(size);
+  if (!map) {
+    colibri_fail(err, COLIBRI_EIO, "mapping %zu bytes: %s", size, strerror(errno));
+    return NULL;
+  }
+  for (int i = 0, runs = 1; i < n; i = run_end(parts, i, n), runs++) {
+    const colibri_part *last = &parts[run_end(parts, i, n) - 1];
+    size_t bytes = (size_t)(last->offset + last->bytes - parts[i].offset);
+    if (mmap(map + parts[i].offset, bytes, PROT_READ, MAP_SHARED | MAP_FIXED, parts[i].fd, (off_t)parts[i].offset) != MAP_FAILED) continue;
+    if (errno == ENOMEM && runs > 1) too_many(n, map_limit(), err);
+    else colibri_fail(err, COLIBRI_EIO, "mapping %zu bytes: %s", bytes, strerror(errno));
+    munmap(map, size);
+    return NULL;
+  }
+  advise(map, size);
+  return map;
+}
+
+/* ---------------------------------------------------------------- nodes */
+
+/* Fills nodes[] and extents[] from the parts. Nothing has a home with fewer than two nodes: the tables are then left out. */
+static int note_nodes(colibri_model *m, const colibri_part *parts, int n, colibri_error *err) {
+  uint8_t seen[COLIBRI_MAX_NODES] = {0};
+  for (int i = 0; i < n; i++)
+    if (parts[i].node >= 0) m->n_nodes += !seen[parts[i].node], seen[parts[i].node] = 1;
+  if (m->n_nodes < 2) return COLIBRI_OK;
+  m->nodes = calloc((size_t)m->n_nodes, sizeof *m->nodes);
+  m->extents = calloc((size_t)n, sizeof *m->extents);
+  if (!m->nodes || !m->extents) return colibri_fail(err, COLIBRI_ENOMEM, "no memory for the nodes of %d parts", n);
+  for (int32_t node = 0, at = 0; node < COLIBRI_MAX_NODES; node++)
+    if (seen[node]) m->nodes[at++] = node;
+  for (int i = 0; i < n; i++) {
+    if (!i || parts[i].node != m->extents[m->n_extents - 1].node) m->extents[m->n_extents++].node = parts[i].node;
+    m->extents[m->n_extents - 1].end = parts[i].offset + parts[i].bytes;
+  }
+  return COLIBRI_OK;
+}
+
+static int holds(const colibri_model *m, int32_t extent, uint64_t at) {
+  return extent < m->n_extents && at < m->extents[extent].end && (!extent || at >= m->extents[extent - 1].end);
+}
+
+int32_t colibri_model_node(const colibri_model *m, const char *at, int32_t *hint) {
+  uint64_t byte = (uint64_t)(at - (const char *)m->map);
+  int32_t low = 0, high = m->n_extents - 1;
+  if (holds(m, *hint, byte)) return m->extents[*hint].node;
+  if (holds(m, *hint + 1, byte)) return m->extents[++*hint].node;
+  while (low < high) {
+    int32_t middle = (low + high) / 2;
+    if (byte < m->extents[middle].end) high = middle;
+    else low = middle + 1;
+  }
+  *hint = low;
+  return m->extents[low].node;
+}
+
 /* ---------------------------------------------------------------- open and close */
+
+/* Opens what the parts, which have been checked, hold: `bytes` in all. */
+static int open_checked(const colibri_part *parts, int n, uint64_t bytes, colibri_model **out, colibri_error *err) {
+  colibri_model *m = calloc(1, sizeof *m);
+  if (!m) return colibri_fail(err, COLIBRI_ENOMEM, "no memory for a model");
+  colibri_error why = {COLIBRI_EIO, ""};
+  char *map = map_parts(parts, n, (size_t)bytes, &why);
+  if (!map) {
+    free(m);
+    return colibri_fail(err, why.code, "%s", why.message);
+  }
+  int rc = colibri_container_parse(map, (size_t)bytes, m, err);
+  m->map = map;
+  m->map_bytes = (size_t)bytes;
+  if (!rc) rc = note_nodes(m, parts, n, err);
+  if (rc) {
+    colibri_model_close(m);
+    return rc;
+  }
+  *out = m;
+  return COLIBRI_OK;
+}
+
+int colibri_model_open_parts(const colibri_part *parts, int32_t n, colibri_model **out, colibri_error *err) {
+  uint64_t bytes;
+  if (!out) return colibri_fail(err, COLIBRI_EINVAL, "colibri_model_open_parts: out is NULL");
+  *out = NULL;
+  if (!parts || n < 1) return colibri_fail(err, COLIBRI_EINVAL, "colibri_model_open_parts: a model has at least one part, not %d", n);
+  int rc = colibri_isa_ensure(err);
+  if (!rc) rc = check_parts(parts, n, &bytes, err);
+  return rc ? rc : open_checked(parts, n, bytes, out, err);
+}
 
 int colibri_model_open_fd(int fd, colibri_model **out, colibri_error *err) {
   struct stat st;
@@ -56,26 +202,8 @@ int colibri_model_open_fd(int fd, colibri_model **out, colibri_error *err) {
   if (fstat(fd, &st) != 0) return colibri_fail(err, COLIBRI_EIO, "descriptor %d: %s", fd, strerror(errno));
   if (!S_ISREG(st.st_mode)) return colibri_fail(err, COLIBRI_EIO, "not a regular file; name a .colibri file");
   if (st.st_size == 0) return colibri_fail(err, COLIBRI_EFORMAT, "the file is empty; copy or convert it again");
-  colibri_model *m = calloc(1, sizeof *m);
-  if (!m) return colibri_fail(err, COLIBRI_ENOMEM, "no memory for a model");
-  size_t size = (size_t)st.st_size;
-  void *map = map_file(fd, size);
-  if (map == MAP_FAILED) {
-    int saved = errno;
-    free(m);
-    return colibri_fail(err, COLIBRI_EIO, "mapping %zu bytes: %s", size, strerror(saved));
-  }
-  advise(map, size);
-  rc = colibri_container_parse(map, size, m, err);
-  if (rc) {
-    munmap(map, size);
-    free(m);
-    return rc;
-  }
-  m->map = map;
-  m->map_bytes = size;
-  *out = m;
-  return COLIBRI_OK;
+  colibri_part whole = {.fd = fd, .node = -1, .offset = 0, .bytes = (uint64_t)st.st_size};
+  return open_checked(&whole, 1, whole.bytes, out, err);
 }
 
 /* Puts the file's name (its end, if long) before the sentence. */
@@ -108,6 +236,8 @@ void colibri_model_close(colibri_model *model) {
   if (!model) return;
   colibri_container_release(model);
   munmap(model->map, model->map_bytes);
+  free(model->nodes);
+  free(model->extents);
   free(model);
 }
 

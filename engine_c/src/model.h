@@ -38,6 +38,12 @@ typedef struct colibri_router {
   float scale;             /* applied last */
 } colibri_router;
 
+/* Bytes of the container up to `end`, from the end of the extent before, lie on `node`; -1: on none in particular. */
+typedef struct colibri_extent {
+  uint64_t end;
+  int32_t node;
+} colibri_extent;
+
 struct colibri_model {
   colibri_model_info info;
   colibri_router router;
@@ -51,12 +57,20 @@ struct colibri_model {
   uint32_t descriptor_crc;   /* identifies the model to a worker that attaches */
   void *map;                 /* the mapping: munmap(map, map_bytes) */
   size_t map_bytes;
+  colibri_extent *extents;   /* [n_extents], ascending, neighbours on different nodes; NULL with fewer than two nodes */
+  int32_t n_extents;
+  int32_t *nodes;            /* [n_nodes] ascending */
+  int32_t n_nodes;           /* of the parts; below 2 nothing has a home */
 };
 
 /* The container parser proper: fills *m (no mapping is made or owned, pointers go into `data`). On failure nothing is left allocated. */
 int colibri_container_parse(const void *data, size_t size, colibri_model *m, colibri_error *err);
 /* Frees what colibri_container_parse allocated. */
 void colibri_container_release(colibri_model *m);
+
+/* The node that holds the byte `at` points to, or -1. The model has two nodes or more. `hint` is the extent to look at first, then the one found: what
+ * is asked for in a row lies mostly in one extent or the next. */
+int32_t colibri_model_node(const colibri_model *m, const char *at, int32_t *hint);
 
 /* Writes a sentence and returns code; err may be NULL. */
 int colibri_fail(colibri_error *err, int code, const char *format, ...) __attribute__((format(printf, 3, 4)));

@@ -54,14 +54,21 @@ static void wait_done(colibri_session *s, uint64_t g, const colibri_phase *phase
   }
 }
 
+uint64_t colibri_op_end(colibri_session *s, int op) {
+  uint64_t now = colibri_now_ns();
+  s->stats.op_ns[op] += now - s->op_began;
+  return s->op_began = now;
+}
+
 void colibri_phase_run(colibri_session *s, int op, int layer, int n_tasks, int fused_kv) {
-  colibri_phase phase = {.op = op, .layer = layer, .n_tasks = n_tasks, .n_lanes = s->n_active + s->options.front_lane, .fused_kv = fused_kv};
+  colibri_phase phase = {.op = op, .layer = layer, .n_tasks = n_tasks, .n_lanes = s->n_active + s->options.front_lane, .fused_kv = fused_kv, .homed = s->homed};
   if (!phase.n_lanes) phase.n_lanes = 1; /* every worker left: the front end finishes the step itself */
+  s->homed = 0;
   s->stats.phases++;
   s->stats.tasks += (uint32_t)n_tasks;
   publish(s, &phase);
   if (s->options.front_lane) colibri_lane_work(&s->env, s->generation, &phase, s->n_active);
   uint64_t t = colibri_now_ns();
   wait_done(s, s->generation, &phase);
-  s->stats.wait_ns += colibri_now_ns() - t;
+  s->stats.wait_ns += colibri_op_end(s, op) - t;
 }

@@ -28,6 +28,7 @@ static int check_options(const colibri_session_options *o, colibri_error *err) {
       {"spin_us", o->spin_us, 0, 1000000},
       {"hang_ms", o->hang_ms, 0, 3600000},
       {"trace_routes", o->trace_routes, 0, 1},
+      {"split_down", o->split_down, 0, 1},
   };
   for (size_t i = 0; i < sizeof limits / sizeof *limits; i++)
     if (limits[i].value < limits[i].low || limits[i].value > limits[i].high)
@@ -64,7 +65,10 @@ static void fill_team(colibri_session *s) {
   t->arena_bytes = s->arena_bytes;
   t->options = s->options;
   strncpy(t->isa, colibri_isa_name(), sizeof t->isa - 1);
-  for (int i = 0; i <= s->options.max_lanes; i++) atomic_init(&t->lanes[i].rank, -1);
+  for (int i = 0; i <= s->options.max_lanes; i++) {
+    atomic_init(&t->lanes[i].rank, -1);
+    atomic_init(&t->lanes[i].node, -1);
+  }
   atomic_init(&t->generation, 0);
   t->magic = COLIBRI_TEAM_MAGIC;
 }
@@ -149,6 +153,13 @@ int colibri_session_team_fd(const colibri_session *s) { return s->team_fd; }
 int colibri_session_arena_fd(const colibri_session *s) { return s->arena_fd; }
 const float *colibri_session_logits(const colibri_session *s) { return s->env.arena.logits; }
 
+int colibri_session_kv_range(const colibri_session *s, int kv_head, uint64_t *offset, uint64_t *bytes) {
+  if (kv_head < 0 || kv_head >= s->model->info.kv_heads) return COLIBRI_EINVAL;
+  *offset = (uint64_t)(colibri_arena_kv(&s->env.arena, 0, kv_head) - s->arena_map);
+  *bytes = (uint64_t)s->env.arena.dims.kv_head_bytes;
+  return COLIBRI_OK;
+}
+
 int colibri_session_routes(const colibri_session *s, int32_t *experts, float *weights, int64_t count, colibri_error *err) {
   const colibri_model_info *i = &s->model->info;
   int64_t row = (int64_t)s->n_rows * i->top_k, stride = (int64_t)s->options.max_rows * i->top_k;
@@ -226,6 +237,22 @@ int colibri_lane_get_state(const colibri_session *s, int lane) {
 
 uint64_t colibri_lane_tasks(const colibri_session *s, int lane) {
   return has_lane(s, lane) ? atomic_load_explicit(&s->team->lanes[lane].tasks, memory_order_relaxed) : 0;
+}
+
+static int has_any_lane(const colibri_session *s, int lane) { return has_lane(s, lane) || lane == s->options.max_lanes; }
+
+int colibri_lane_place(colibri_session *s, int lane, int node) {
+  if (!has_any_lane(s, lane) || node < -1 || node >= COLIBRI_MAX_NODES) return COLIBRI_EINVAL;
+  atomic_store_explicit(&s->team->lanes[lane].node, node, memory_order_relaxed);
+  return COLIBRI_OK;
+}
+
+uint64_t colibri_lane_homed(const colibri_session *s, int lane) {
+  return has_any_lane(s, lane) ? atomic_load_explicit(&s->team->lanes[lane].homed, memory_order_relaxed) : 0;
+}
+
+uint64_t colibri_lane_local(const colibri_session *s, int lane) {
+  return has_any_lane(s, lane) ? atomic_load_explicit(&s->team->lanes[lane].local, memory_order_relaxed) : 0;
 }
 
 int colibri_session_reap(colibri_session *s) {

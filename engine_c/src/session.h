@@ -20,10 +20,13 @@ struct colibri_session {
   pthread_mutex_t lock;      /* guards processes[]; never held while computing */
   colibri_lane_process *processes; /* [max_lanes] */
   /* the running step; owned by the stepping thread */
-  int active[256];           /* lanes of this step */
+  int active[256];           /* lanes of this step; the front end's may follow */
   int n_active;              /* workers' lanes in active[] */
   int32_t n_rows, n_logits, n_seqs;
   uint64_t generation;
+  int homed;                 /* the task list being written has a task with a home */
+  int32_t extent;            /* where colibri_model_node found the last byte it was asked for */
+  uint64_t op_began;         /* when the operation before ended */
   colibri_step_stats stats;
   /* routing */
   int32_t *route_ids;        /* [max_rows * top_k], or [router_layers][max_rows][top_k] when traced */
@@ -42,6 +45,8 @@ void colibri_session_kill_holders(colibri_session *s, uint64_t g, int n_tasks);
  * the lanes synchronise (worker.c). */
 int colibri_worker_attach_session(colibri_session *session, colibri_worker **out, colibri_error *err);
 
+/* Ends an operation of the step: what has passed since the one before is its time. Returns the time now. */
+uint64_t colibri_op_end(colibri_session *s, int op);
 /* Publishes a phase of the tasks already written to team->tasks, works on it and waits until all are done. */
 void colibri_phase_run(colibri_session *s, int op, int layer, int n_tasks, int fused_kv);
 

@@ -2,11 +2,9 @@
 #include <math.h>
 #include <string.h>
 
-#include "session.h"
+#include "cut.h"
 
-#define INLINE_ROWS 2          /* so few rows are prepared by the front end itself: cheaper than a phase */
-#define ROW_BLOCK_BYTES 400000 /* activations one matrix task keeps in cache (measured) */
-#define SMALL_MATRIX_BYTES 262144 /* weights a lane streams in one piece; more is cut in two so that a late lane can be helped */
+#define INLINE_ROWS 2 /* so few rows are prepared by the front end itself: cheaper than a phase */
 
 /* ---------------------------------------------------------------- checks */
 
@@ -102,6 +100,28 @@ static void fill_rotary(const colibri_session *s) {
   }
 }
 
+/* Numbers the lanes of each node: in the order of active[], the front end's last. */
+static void number_places(colibri_session *s) {
+  uint32_t count[COLIBRI_MAX_NODES] = {0}, number[256];
+  int32_t node[256], lanes = s->n_active + s->options.front_lane;
+  s->active[s->n_active] = s->env.lane;
+  for (int n = 0; n < lanes; n++) {
+    node[n] = atomic_load_explicit(&s->team->lanes[s->active[n]].node, memory_order_relaxed);
+    number[n] = node[n] < 0 ? 0 : count[node[n]]++;
+  }
+  for (int n = 0; n < lanes; n++)
+    atomic_store_explicit(&s->team->lanes[s->active[n]].place, node[n] < 0 ? 0 : number[n] << 16 | count[node[n]], memory_order_relaxed);
+}
+
+/* Adds what the lanes of this step have counted since the session was opened to the step's statistics; sign -1 takes it off. */
+static void add_homes(colibri_session *s, int sign) {
+  for (int n = 0; n < s->n_active + s->options.front_lane; n++) {
+    const colibri_lane *l = &s->team->lanes[s->active[n]];
+    s->stats.tasks_homed += (uint32_t)sign * (uint32_t)atomic_load_explicit(&l->homed, memory_order_relaxed);
+    s->stats.tasks_local += (uint32_t)sign * (uint32_t)atomic_load_explicit(&l->local, memory_order_relaxed);
+  }
+}
+
 /* Lanes join here: every READY lane becomes part of the step. */
 static void gather_lanes(colibri_session *s) {
   s->n_active = 0;
@@ -112,73 +132,9 @@ static void gather_lanes(colibri_session *s) {
     atomic_store_explicit(&l->rank, in ? s->n_active : -1, memory_order_relaxed);
     if (in) s->active[s->n_active++] = lane;
   }
-}
-
-/* ---------------------------------------------------------------- cutting phases into tasks */
-
-static void put_task(colibri_session *s, int t, int a0, int a1, int b0, int b1, int e) {
-  s->team->tasks[t] = (colibri_task){a0, a1, b0, b1, e};
-}
-
-static int lanes_of(const colibri_session *s) {
-  int lanes = s->n_active + s->options.front_lane;
-  return lanes ? lanes : 1;
-}
-
-static int at_most(int64_t n, int64_t limit) { return (int)(n < limit ? n : limit); }
-
-/* Rows in n nearly equal blocks. */
-static int cut_rows(colibri_session *s, int rows, int n) {
-  n = at_most(n, rows);
-  for (int t = 0; t < n; t++) put_task(s, t, (int)((int64_t)rows * t / n), (int)((int64_t)rows * (t + 1) / n), 0, 0, 0);
-  return n;
-}
-
-/* How many pieces a run over `units` panels of `bytes` in all is cut into: one a lane if small, else two. */
-static int pieces(const colibri_session *s, int units, int64_t bytes) {
-  int lanes = lanes_of(s);
-  return at_most(bytes > (int64_t)lanes * SMALL_MATRIX_BYTES ? 2 * lanes : lanes, units);
-}
-
-/* A matrix product of `rows` rows: blocks of rows whose activations stay in cache, times pieces of panels. */
-static int cut_matrix(colibri_session *s, const colibri_matrix *m, int rows) {
-  int64_t row_bytes = colibri_row_bytes(m->format, m->groups);
-  int block = at_most(ROW_BLOCK_BYTES / row_bytes > 8 ? ROW_BLOCK_BYTES / row_bytes : 8, rows);
-  int blocks = (rows + block - 1) / block;
-  int cuts = pieces(s, m->panels, (int64_t)m->panels * m->groups * colibri_block_bytes(m->format));
-  while (blocks > 1 && blocks * cuts > COLIBRI_MAX_TASKS) blocks--;
-  for (int c = 0, t = 0; c < cuts; c++)
-    for (int r = 0; r < blocks; r++, t++)
-      put_task(s, t, (int)((int64_t)rows * r / blocks), (int)((int64_t)rows * (r + 1) / blocks), (int)((int64_t)m->panels * c / cuts),
-               (int)((int64_t)m->panels * (c + 1) / cuts), 0);
-  return blocks * cuts;
-}
-
-/* Where the next attention task starts: a task is a sequence, a KV head and a tile of rows. */
-typedef struct attention_cursor { int seq, head, row; } attention_cursor;
-
-/* 1 if no sequence has more than one tile: then each task can store the K and V of its rows itself. */
-static int one_tile_each(const colibri_session *s) {
-  int tile = colibri_attend_rows(&s->model->info);
-  for (int n = 0; n < s->n_seqs; n++)
-    if (s->env.arena.seqs[n].n_rows > tile) return 0;
-  return 1;
-}
-
-/* Fills the task list from the cursor on, as far as it goes. */
-static int cut_attention(colibri_session *s, attention_cursor *c) {
-  const colibri_arena *a = &s->env.arena;
-  int tile = colibri_attend_rows(&s->model->info), t = 0;
-  while (c->seq < s->n_seqs && t < COLIBRI_MAX_TASKS) {
-    const colibri_step_seq *q = &a->seqs[c->seq];
-    int first = q->first_row + c->row, rows = q->n_rows - c->row < tile ? q->n_rows - c->row : tile;
-    put_task(s, t++, first, first + rows, c->head, c->head + 1, c->seq);
-    c->row += rows;
-    if (c->row < q->n_rows) continue;
-    c->row = 0;
-    if (++c->head == s->model->info.kv_heads) c->head = 0, c->seq++;
-  }
-  return t;
+  if (s->model->n_nodes < 2) return;
+  number_places(s);
+  add_homes(s, -1);
 }
 
 /* ---------------------------------------------------------------- phases */
@@ -186,22 +142,22 @@ static int cut_attention(colibri_session *s, attention_cursor *c) {
 /* A phase, or, for very few rows, the same task on this thread. */
 static void run_rows(colibri_session *s, int op, int layer, int rows) {
   if (rows > INLINE_ROWS) {
-    colibri_phase_run(s, op, layer, cut_rows(s, rows, 2 * lanes_of(s)), 0);
+    colibri_phase_run(s, op, layer, colibri_cut_rows(s, rows, 2 * colibri_lanes_of(s)), 0);
     return;
   }
   uint64_t t = colibri_now_ns();
   colibri_phase phase = {.op = op, .layer = layer};
   colibri_task task = {.a0 = 0, .a1 = rows};
   colibri_task_run(&s->env, &phase, &task);
-  s->stats.serial_ns += colibri_now_ns() - t;
+  s->stats.serial_ns += colibri_op_end(s, op) - t;
 }
 
 /* All sequences' attention; a batch too large for one task list takes several phases. */
 static void run_attention(colibri_session *s, int layer) {
-  attention_cursor c = {0, 0, 0};
-  int fused = one_tile_each(s);
-  if (!fused) colibri_phase_run(s, OP_STORE_KV, layer, cut_rows(s, s->n_rows, 4 * lanes_of(s)), 0);
-  while (c.seq < s->n_seqs) colibri_phase_run(s, OP_ATTEND, layer, cut_attention(s, &c), fused);
+  colibri_attention_cursor c = {0, 0, 0};
+  int fused = colibri_one_tile_each(s);
+  if (!fused) colibri_phase_run(s, COLIBRI_OP_STORE_KV, layer, colibri_cut_rows(s, s->n_rows, 4 * colibri_lanes_of(s)), 0);
+  while (c.seq < s->n_seqs) colibri_phase_run(s, COLIBRI_OP_ATTEND, layer, colibri_cut_attention(s, &c), fused);
 }
 
 /* ---------------------------------------------------------------- the router and the dispatcher */
@@ -209,6 +165,12 @@ static void run_attention(colibri_session *s, int layer) {
 static void note_bad_rows(colibri_session *s, int layer) {
   for (int row = 0; row < s->n_rows; row++)
     if (s->route_bad[row] && !s->env.arena.row_error[row]) s->env.arena.row_error[row] = (uint32_t)layer + 1;
+}
+
+/* Puts one more pair into a row's n, which ascend. */
+static void insert_pair(int32_t *pairs, int n, int32_t pair) {
+  for (; n && pairs[n - 1] > pair; n--) pairs[n] = pairs[n - 1];
+  pairs[n] = pair;
 }
 
 /* Packs each expert's tokens into a mini-batch: pairs in expert order, rows ascending. */
@@ -231,6 +193,7 @@ static void dispatch(colibri_session *s, int layer, const int32_t *ids, const fl
     int32_t pair = s->expert_at[ids[i]]++;
     a->pair_row[pair] = (int32_t)(i / k);
     a->pair_weight[pair] = weights[i];
+    if (a->row_pairs) insert_pair(a->row_pairs + i / k * k, (int)(i % k), pair);
   }
 }
 
@@ -248,34 +211,7 @@ static void route(colibri_session *s, int layer, int *router_layer) {
     for (int row = 0; row < s->n_rows; row++) ids[row] = 0, weights[row] = 1.0f;
   }
   dispatch(s, layer, ids, weights);
-  s->stats.serial_ns += colibri_now_ns() - t;
-}
-
-/* Each expert's mini-batch in as many pieces of neurons as its share of the work is of all lanes' (two pieces a lane in all). */
-static int cut_experts(colibri_session *s, int layer) {
-  const colibri_arena *a = &s->env.arena;
-  const colibri_expert *x = s->model->layers[layer].experts;
-  int experts = s->model->info.experts, units = x->gate_up.panels / 2, t = 0;
-  int64_t total = 0, want = 2 * lanes_of(s);
-  for (int e = 0; e < experts; e++) total += a->expert_first[e + 1] > a->expert_first[e] ? 8 + a->expert_first[e + 1] - a->expert_first[e] : 0;
-  for (int e = 0; e < experts; e++) {
-    int rows = a->expert_first[e + 1] - a->expert_first[e];
-    if (!rows) continue;
-    int cuts = (int)(((8 + rows) * want + total / 2) / total);
-    cuts = at_most(cuts < 1 ? 1 : cuts, units);
-    for (int c = 0; c < cuts; c++, t++)
-      put_task(s, t, a->expert_first[e], a->expert_first[e + 1], (int)((int64_t)units * c / cuts), (int)((int64_t)units * (c + 1) / cuts), e);
-  }
-  return t;
-}
-
-static int cut_down(colibri_session *s, int layer) {
-  const colibri_matrix *m = &s->model->layers[layer].experts[0].down;
-  int64_t bytes = (int64_t)m->panels * m->groups * colibri_block_bytes(m->format) * s->model->info.top_k;
-  int cuts = pieces(s, m->panels, bytes);
-  for (int c = 0; c < cuts; c++)
-    put_task(s, c, 0, s->n_rows, (int)((int64_t)m->panels * c / cuts), (int)((int64_t)m->panels * (c + 1) / cuts), 0);
-  return cuts;
+  s->stats.serial_ns += colibri_op_end(s, COLIBRI_OP_ROUTE) - t;
 }
 
 /* ---------------------------------------------------------------- the layer loop */
@@ -283,23 +219,24 @@ static int cut_down(colibri_session *s, int layer) {
 static void run_layer(colibri_session *s, int layer, int *router_layer) {
   const colibri_layer *l = &s->model->layers[layer];
   int rows = s->n_rows;
-  run_rows(s, OP_PREPARE_ATTENTION, layer, rows);
-  colibri_phase_run(s, OP_QKV, layer, cut_matrix(s, &l->qkv, rows), 0);
+  run_rows(s, COLIBRI_OP_PREPARE_ATTENTION, layer, rows);
+  colibri_phase_run(s, COLIBRI_OP_QKV, layer, colibri_cut_matrix(s, &l->qkv, rows), 0);
   run_attention(s, layer);
-  run_rows(s, OP_PREPARE_O, layer, rows);
-  colibri_phase_run(s, OP_O, layer, cut_matrix(s, &l->o, rows), 0);
-  run_rows(s, OP_PREPARE_MOE, layer, rows);
+  run_rows(s, COLIBRI_OP_PREPARE_O, layer, rows);
+  colibri_phase_run(s, COLIBRI_OP_O, layer, colibri_cut_matrix(s, &l->o, rows), 0);
+  run_rows(s, COLIBRI_OP_PREPARE_MOE, layer, rows);
   route(s, layer, router_layer);
-  colibri_phase_run(s, OP_GATE_UP, layer, cut_experts(s, layer), 0);
-  colibri_phase_run(s, OP_DOWN, layer, cut_down(s, layer), 0);
+  colibri_phase_run(s, COLIBRI_OP_GATE_UP, layer, colibri_cut_gate_up(s, layer), 0);
+  colibri_phase_run(s, COLIBRI_OP_DOWN, layer, colibri_cut_down(s, layer), 0);
+  if (s->options.split_down) colibri_phase_run(s, COLIBRI_OP_COMBINE, layer, colibri_cut_combine(s), 0);
 }
 
 static void run_head(colibri_session *s) {
-  int layers = s->model->info.layers;
-  if (!s->n_logits) return;
-  run_rows(s, OP_PREPARE_HEAD, layers, s->n_logits);
-  colibri_phase_run(s, OP_HEAD, layers, cut_matrix(s, &s->model->head, s->n_logits), 0);
-  colibri_phase_run(s, OP_SAMPLE, layers, cut_rows(s, s->n_logits, at_most(s->n_logits, 1024)), 0);
+  int layers = s->model->info.layers, rows = s->n_logits;
+  if (!rows) return;
+  run_rows(s, COLIBRI_OP_PREPARE_HEAD, layers, rows);
+  colibri_phase_run(s, COLIBRI_OP_HEAD, layers, colibri_cut_matrix(s, &s->model->head, rows), 0);
+  colibri_phase_run(s, COLIBRI_OP_SAMPLE, layers, colibri_cut_rows(s, rows, 1024), 0);
 }
 
 /* A sequence with a bad row is bad from there on: later rows have seen its keys and values. */
@@ -332,9 +269,11 @@ int colibri_step(colibri_session *s, const colibri_batch *batch, colibri_row_res
   if (!s->stats.lanes) return colibri_fail(err, COLIBRI_ENOLANES, "no worker is ready and the front end has no lane of its own; start workers");
   take_batch(s, batch);
   fill_rotary(s);
+  s->op_began = colibri_now_ns();
   for (int layer = 0; layer < s->model->info.layers; layer++) run_layer(s, layer, &router_layer);
   run_head(s);
   give_results(s, results, seq_status);
+  if (s->model->n_nodes > 1) add_homes(s, 1);
   s->stats.step_ns = colibri_now_ns() - begin;
   if (stats) *stats = s->stats;
   return COLIBRI_OK;

@@ -197,6 +197,32 @@ static void down(colibri_lane_env *env, const colibri_phase *p, const colibri_ta
   }
 }
 
+/* One expert's part of that, for panels b0..b1 of its pairs a0..a1: the products, not yet weighted. */
+static void down_split(colibri_lane_env *env, const colibri_phase *p, const colibri_task *t) {
+  const colibri_arena *a = &env->arena;
+  const colibri_matrix *m = &env->model->layers[p->layer].experts[t->e].down;
+  int stride = a->dims.hidden_pad;
+  for (int r0 = t->a0; r0 < t->a1; r0 += ROW_TILE) {
+    int n = t->a1 - r0 < ROW_TILE ? t->a1 - r0 : ROW_TILE;
+    point_rows(env, a->act_ffn + (int64_t)r0 * a->dims.ffn_row_bytes, a->dims.ffn_row_bytes, n);
+    env->kernels->gemm[m->format](panel_at(m, t->b0), t->b1 - t->b0, m->groups, env->rows, n, a->pair_out + (int64_t)r0 * stride + 32 * t->b0, stride);
+  }
+}
+
+/* The rest of it, for columns 32 b0 .. 32 b1: the same sum in the same order. */
+static void combine(colibri_lane_env *env, const colibri_task *t) {
+  const colibri_arena *a = &env->arena;
+  int stride = a->dims.hidden_pad, width = 32 * (t->b1 - t->b0), k = env->model->info.top_k;
+  for (int row = t->a0; row < t->a1; row++) {
+    int64_t at = (int64_t)row * stride + 32 * t->b0;
+    memcpy(a->x0 + at, a->x1 + at, sizeof(float) * (size_t)width);
+    for (int i = 0; i < k; i++) {
+      int32_t pair = a->row_pairs[row * (int64_t)k + i];
+      env->kernels->axpy(a->pair_weight[pair], a->pair_out + (int64_t)pair * stride + 32 * t->b0, width, a->x0 + at);
+    }
+  }
+}
+
 /* ---------------------------------------------------------------- head */
 
 static void prepare_head(colibri_lane_env *env, const colibri_phase *p, const colibri_task *t) {
@@ -238,25 +264,35 @@ static void sample(colibri_lane_env *env, const colibri_phase *p, const colibri_
   }
 }
 
-/* ---------------------------------------------------------------- a lane */
+/* ---------------------------------------------------------------- operations */
 
+const char *colibri_operation_name(int operation) {
+  static const char *const names[COLIBRI_OPS] = {"prepare_attention", "qkv", "store_kv", "attend", "prepare_o", "o", "prepare_moe", "route", "gate_up",
+                                                 "down", "combine", "prepare_head", "head", "sample"};
+  return operation >= 0 && operation < COLIBRI_OPS ? names[operation] : NULL;
+}
+
+/* All but COLIBRI_OP_ROUTE, which the front end does. */
 void colibri_task_run(colibri_lane_env *env, const colibri_phase *phase, const colibri_task *task) {
   switch (phase->op) {
-    case OP_PREPARE_ATTENTION: prepare_attention(env, phase, task); break;
-    case OP_QKV: qkv(env, phase, task); break;
-    case OP_STORE_KV: store_kv(env, phase, task); break;
-    case OP_ATTEND: attend(env, phase, task); break;
-    case OP_PREPARE_O: prepare_o(env, phase, task); break;
-    case OP_O: project_o(env, phase, task); break;
-    case OP_PREPARE_MOE: prepare_moe(env, phase, task); break;
-    case OP_GATE_UP: gate_up(env, phase, task); break;
-    case OP_DOWN: down(env, phase, task); break;
-    case OP_PREPARE_HEAD: prepare_head(env, phase, task); break;
-    case OP_HEAD: head(env, phase, task); break;
-    case OP_SAMPLE: sample(env, phase, task); break;
+    case COLIBRI_OP_PREPARE_ATTENTION: prepare_attention(env, phase, task); break;
+    case COLIBRI_OP_QKV: qkv(env, phase, task); break;
+    case COLIBRI_OP_STORE_KV: store_kv(env, phase, task); break;
+    case COLIBRI_OP_ATTEND: attend(env, phase, task); break;
+    case COLIBRI_OP_PREPARE_O: prepare_o(env, phase, task); break;
+    case COLIBRI_OP_O: project_o(env, phase, task); break;
+    case COLIBRI_OP_PREPARE_MOE: prepare_moe(env, phase, task); break;
+    case COLIBRI_OP_GATE_UP: gate_up(env, phase, task); break;
+    case COLIBRI_OP_DOWN: env->team->options.split_down ? down_split(env, phase, task) : down(env, phase, task); break;
+    case COLIBRI_OP_COMBINE: combine(env, task); break;
+    case COLIBRI_OP_PREPARE_HEAD: prepare_head(env, phase, task); break;
+    case COLIBRI_OP_HEAD: head(env, phase, task); break;
+    case COLIBRI_OP_SAMPLE: sample(env, phase, task); break;
     default: assert(!"an unknown operation"); break;
   }
 }
+
+/* ---------------------------------------------------------------- a lane */
 
 static size_t align64(size_t n) { return (n + 63) / 64 * 64; }
 

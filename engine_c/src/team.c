@@ -31,6 +31,14 @@ static int is_free(const colibri_team *team, uint64_t g, uint64_t word) {
   return colibri_claim_epoch(word) != (epoch & 255);
 }
 
+/* Only the lane itself writes its counters. */
+static void count_home(colibri_lane *lane, int home) {
+  if (home < 0) return;
+  uint64_t local = home == atomic_load_explicit(&lane->node, memory_order_relaxed);
+  atomic_store_explicit(&lane->homed, atomic_load_explicit(&lane->homed, memory_order_relaxed) + 1, memory_order_relaxed);
+  atomic_store_explicit(&lane->local, atomic_load_explicit(&lane->local, memory_order_relaxed) + local, memory_order_relaxed);
+}
+
 static void mark_done(colibri_lane_env *env, uint64_t g, int t) {
   colibri_lane *lane = &env->team->lanes[env->lane];
   uint64_t done = atomic_load_explicit(&lane->done, memory_order_relaxed);
@@ -49,16 +57,40 @@ int colibri_lane_take(colibri_lane_env *env, uint64_t g, const colibri_phase *ph
     return 0;
   colibri_task task = env->team->tasks[t]; /* stable: the phase is open as long as this task is not done */
   colibri_task_run(env, phase, &task);
+  if (phase->homed) count_home(&env->team->lanes[env->lane], atomic_load_explicit(&env->team->homes[t], memory_order_relaxed));
   mark_done(env, g, t);
   return 1;
 }
 
-int colibri_lane_work(colibri_lane_env *env, uint64_t g, const colibri_phase *phase, int rank) {
-  int n = phase->n_tasks, lanes = phase->n_lanes, ran = 0;
-  for (int i = 0; i < lanes; i++) {
-    int share = (rank + i) % lanes;
-    int first = (int)((int64_t)share * n / lanes), end = (int)((int64_t)(share + 1) * n / lanes);
-    for (int t = first; t < end; t++) ran += colibri_lane_take(env, g, phase, t);
-  }
+#define ANY_HOME (-2)
+
+/* Takes what is free from task `start` on to the end of the list and round again; of one home, or of any. */
+static int sweep(colibri_lane_env *env, uint64_t g, const colibri_phase *phase, int start, int home) {
+  int n = phase->n_tasks, ran = 0;
+  for (int i = 0, t = start; i < n; i++, t = t + 1 < n ? t + 1 : 0)
+    if (home == ANY_HOME || home == atomic_load_explicit(&env->team->homes[t], memory_order_relaxed)) ran += colibri_lane_take(env, g, phase, t);
   return ran;
+}
+
+/* The task after `skip` others of this home. */
+static int home_task(const colibri_team *team, int n, int home, int skip) {
+  for (int t = 0; t < n; t++)
+    if (home == atomic_load_explicit(&team->homes[t], memory_order_relaxed) && !skip--) return t;
+  return 0;
+}
+
+/* The tasks at home on the lane's node, its own share of them first. */
+static int work_at_home(colibri_lane_env *env, uint64_t g, const colibri_phase *phase) {
+  const colibri_lane *lane = &env->team->lanes[env->lane];
+  int node = atomic_load_explicit(&lane->node, memory_order_relaxed), n = phase->n_tasks, count = 0;
+  uint32_t place = atomic_load_explicit(&lane->place, memory_order_relaxed), lanes = place & 0xffff;
+  if (node < 0 || !lanes) return 0;
+  for (int t = 0; t < n; t++) count += node == atomic_load_explicit(&env->team->homes[t], memory_order_relaxed);
+  if (!count) return 0;
+  return sweep(env, g, phase, home_task(env->team, n, node, (int)((place >> 16) * (uint32_t)count / lanes)), node);
+}
+
+int colibri_lane_work(colibri_lane_env *env, uint64_t g, const colibri_phase *phase, int rank) {
+  int ran = phase->homed ? work_at_home(env, g, phase) : 0;
+  return ran + sweep(env, g, phase, (int)((int64_t)(rank % phase->n_lanes) * phase->n_tasks / phase->n_lanes), ANY_HOME);
 }

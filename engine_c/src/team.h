@@ -7,7 +7,11 @@
  *
  * Why a slow lane cannot disturb a later phase: it claims task t for generation g only if t's word is older than g. While phase g is open that is right;
  * once it is closed, every t < n_tasks(g) has been done with a generation >= g, so the swap fails. n_tasks is read from the descriptor slot g & 1, which is
- * rewritten only for g + 2, and the generation is read again afterwards.
+ * rewritten only for g + 2, and the generation is read again afterwards. The order in which a lane goes through t < n_tasks(g) does not matter to this.
+ *
+ * With weights on two nodes or more, homes[] names the node of each task's weights, and a lane tries the tasks of its own node first. A late lane may read homes
+ * already written for the next phase, and places (a lane's number within its node) of the next step: both are relaxed atomics and decide on the order
+ * alone. Who holds a claim reads the home of its own task, which is stable like the task itself.
  *
  * Only a process known to be dead has its tasks run again by others. */
 #ifndef COLIBRI_TEAM_H
@@ -21,18 +25,14 @@
 #define COLIBRI_TEAM_MAGIC UINT64_C(0x4d41455449524243) /* "CBRITEAM" */
 #define COLIBRI_MAX_TASKS 4096
 
-enum colibri_op {
-  OP_PREPARE_ATTENTION, OP_QKV, OP_STORE_KV, OP_ATTEND, OP_PREPARE_O, OP_O, OP_PREPARE_MOE, OP_GATE_UP, OP_DOWN, OP_PREPARE_HEAD, OP_HEAD,
-  OP_SAMPLE, OP_COUNT
-};
-
-/* a0..a1: rows (OP_GATE_UP: pairs, OP_SAMPLE: logit rows). b0..b1: panels (OP_GATE_UP: pairs of panels; OP_ATTEND: b0 is the KV head).
- * e: expert or sequence. */
+/* a0..a1: rows (GATE_UP and split DOWN: pairs; SAMPLE: logit rows). b0..b1: panels (GATE_UP: pairs of panels; ATTEND: b0 is the KV head;
+ * COMBINE: groups of 32 columns). e: expert or sequence. */
 typedef struct colibri_task { int32_t a0, a1, b0, b1, e; } colibri_task;
 
 typedef struct colibri_phase {
   int32_t op, layer, n_tasks, n_lanes;
-  int32_t fused_kv;  /* OP_ATTEND: each task also stores the K and V of its rows (one task holds all rows of a sequence and KV head) */
+  int32_t fused_kv;  /* ATTEND: each task also stores the K and V of its rows (one task holds all rows of a sequence and KV head) */
+  int32_t homed;     /* some tasks have a home node: homes[] is written */
 } colibri_phase;
 
 /* The published phase. A late reader may see a mixture of two, which is why it reads the generation again: whoever sees a word of phase g + 2 (acquire) also
@@ -40,7 +40,7 @@ typedef struct colibri_phase {
 typedef struct colibri_phase_slot { _Atomic uint64_t what, shares; } colibri_phase_slot;
 
 static inline void colibri_phase_store(colibri_phase_slot *slot, const colibri_phase *p) {
-  uint64_t what = (uint64_t)(uint32_t)p->layer << 32 | (uint64_t)(p->fused_kv & 1) << 16 | (uint64_t)p->op;
+  uint64_t what = (uint64_t)(uint32_t)p->layer << 32 | (uint64_t)(p->homed & 1) << 17 | (uint64_t)(p->fused_kv & 1) << 16 | (uint64_t)p->op;
   atomic_store_explicit(&slot->what, what, memory_order_release);
   atomic_store_explicit(&slot->shares, (uint64_t)(uint32_t)p->n_lanes << 32 | (uint32_t)p->n_tasks, memory_order_release);
 }
@@ -48,7 +48,8 @@ static inline void colibri_phase_store(colibri_phase_slot *slot, const colibri_p
 static inline colibri_phase colibri_phase_load(const colibri_phase_slot *slot) {
   uint64_t what = atomic_load_explicit(&slot->what, memory_order_acquire), shares = atomic_load_explicit(&slot->shares, memory_order_acquire);
   return (colibri_phase){.op = (int32_t)(what & 0xffff), .layer = (int32_t)(what >> 32), .n_tasks = (int32_t)(shares & 0xffffffff),
-                         .n_lanes = (int32_t)(shares >> 32), .fused_kv = (int32_t)(what >> 16 & 1)};
+                         .n_lanes = (int32_t)(shares >> 32), .fused_kv = (int32_t)(what >> 16 & 1),
+                         .homed = (int32_t)(what >> 17 & 1)};
 }
 
 typedef struct colibri_lane {
@@ -57,9 +58,12 @@ typedef struct colibri_lane {
   _Atomic uint32_t epoch;                /* counts the processes that had this lane */
   _Atomic int32_t rank;                  /* place among the lanes of this step; -1: not in it */
   _Atomic uint32_t sleeping;             /* waits on the futex */
+  _Atomic int32_t node;                  /* where it runs; -1: unknown */
+  _Atomic uint32_t place;                /* number << 16 | count: among the lanes of this step on its node */
   /* written by the lane */
   _Alignas(128) _Atomic uint64_t done;   /* generation << 16 | tasks done in it */
   _Atomic uint64_t tasks;                /* tasks done since it attached */
+  _Atomic uint64_t homed, local;         /* tasks with a home node done by whoever had this lane; those whose home is its node */
 } colibri_lane;
 
 typedef struct colibri_claim { _Alignas(64) _Atomic uint64_t word; } colibri_claim;
@@ -76,6 +80,7 @@ typedef struct colibri_team {
   colibri_lane lanes[256];                   /* workers' lanes, then at index max_lanes the front end's */
   colibri_claim claims[COLIBRI_MAX_TASKS];
   _Alignas(128) colibri_task tasks[COLIBRI_MAX_TASKS];
+  _Alignas(128) _Atomic int16_t homes[COLIBRI_MAX_TASKS]; /* the node of a task's weights, -1: none; written if the phase is homed */
 } colibri_team;
 
 /* Claim word: generation 44 bits | epoch 8 | lane 8 | state 4. */
@@ -123,7 +128,8 @@ void colibri_lane_env_close(colibri_lane_env *env);
 /* Runs one task (tasks.c). */
 void colibri_task_run(colibri_lane_env *env, const colibri_phase *phase, const colibri_task *task);
 
-/* Claims and runs tasks of `phase` (generation g) until none is free: the lane's own share first, then the others'. Returns how many it ran. */
+/* Claims and runs tasks of `phase` (generation g) until none is free: first those at home on the lane's node, then all others; of both the lane's own
+ * share first, then the others'. Returns how many it ran. */
 int colibri_lane_work(colibri_lane_env *env, uint64_t g, const colibri_phase *phase, int rank);
 /* Claims task t if it is free, or held by a dead lane, and runs it. Returns 1 if it did. */
 int colibri_lane_take(colibri_lane_env *env, uint64_t g, const colibri_phase *phase, int t);
