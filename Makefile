@@ -65,6 +65,9 @@ test: $(READY) $(VENV)/.dev demo-model ## run all tests
 test-numa: $(READY) $(VENV)/.dev ## the service in virtual machines with 1, 2 and 4 NUMA nodes (qemu; x86-64, Debian)
 	@$(PY) -m pytest -m numa tests/numa $(ARGS)
 
+soak: $(READY) $(VENV)/.dev ## kill, stop and starve workers under load for SECONDS (1800); SEED=n repeats a run
+	@$(PY) -m tests.fault.soak --seconds $(or $(SECONDS),1800) $(SEED:%=--seed %) --json build/soak.json
+
 bench: $(READY) ## measure prefill, decode and batches on random-weight models (BENCH="mm:int8 mm:int4")
 	@$(PY) -m ops.bench $(BENCH)
 
