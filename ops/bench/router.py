@@ -1,15 +1,14 @@
-"""The router by itself, on one core: nanoseconds for a few tokens, gate logits given or computed; beside torch where installed."""
+"""The router by itself, on one core: nanoseconds for a few tokens, gate logits given or computed; beside torch where told."""
 
 from __future__ import annotations
 
-import importlib.util
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine_c import isa_available, isa_name, isa_select
 from engine_c.probe import probe_route
 from ops.bench.measure import Row
+from ops.bench.peers.torch_process import TorchProcess
 
 _NS = 20_000_000  # least length of one sample
 
@@ -31,17 +30,22 @@ class RouterCase:
 CASES = (RouterCase(8, 2), RouterCase(8, 2, 1024), RouterCase(16, 2), RouterCase(64, 8), RouterCase(64, 8, 2048), RouterCase(128, 8))
 
 
-def bench_router(*, tokens: int, samples: int) -> list[Row]:
-    """Each case on each instruction set; torch.topk and softmax on one thread as another engine, if torch is installed."""
+def bench_router(*, tokens: int, samples: int, torch: TorchProcess | None = None) -> list[Row]:
+    """Each case on each instruction set, then torch.topk and softmax on one thread; ours say how many times as fast they are."""
     rows = []
     chosen = isa_name()
     try:
         for case in CASES:
+            found = []
             for isa in isa_available():
                 isa_select(isa)
-                rows.append(_ours(case, isa, tokens=tokens, samples=samples))
-            if importlib.util.find_spec("torch") is not None:
-                rows.append(_torch(case, tokens=tokens, samples=samples))
+                found.append(_ours(case, isa, tokens=tokens, samples=samples))
+            if torch is not None:
+                theirs = _torch(case, torch, tokens=tokens, samples=samples)
+                for row in found:
+                    row.details["x torch"] = theirs.median / row.median
+                found.append(theirs)
+            rows += found
     finally:
         isa_select(chosen)
     return rows
@@ -55,22 +59,10 @@ def _ours(case: RouterCase, isa: str, *, tokens: int, samples: int) -> Row:
     return Row(case.name(tokens), "ns", _calibrated(run, samples), engine=f"colibri {isa}")
 
 
-def _torch(case: RouterCase, *, tokens: int, samples: int) -> Row:
-    import torch
-
-    torch.set_num_threads(1)
-    logits, gate = torch.randn(tokens, case.experts), torch.randn(case.experts, case.hidden or 1)
-    x = torch.randn(tokens, case.hidden or 1)
-
-    def run(calls: int) -> float:
-        begin = time.perf_counter_ns()
-        with torch.inference_mode():
-            for _ in range(calls):
-                values, _experts = torch.topk(x @ gate.T if case.hidden else logits, case.top_k, dim=-1)
-                torch.softmax(values, dim=-1)
-        return float(time.perf_counter_ns() - begin)
-
-    return Row(case.name(tokens), "ns", _calibrated(run, samples), engine="torch")
+def _torch(case: RouterCase, torch: TorchProcess, *, tokens: int, samples: int) -> Row:
+    wish: dict[str, object] = {"do": "router", "tokens": tokens, "experts": case.experts, "top_k": case.top_k}
+    wish |= {"hidden": case.hidden, "samples": samples, "least_ns": _NS // 4}
+    return Row(case.name(tokens), "ns", torch.ask_samples(wish, "ns"), engine=f"torch {torch.version}")
 
 
 def _calibrated(run: Callable[[int], float], samples: int) -> tuple[float, ...]:

@@ -11,6 +11,7 @@ An {"error"} instead of an answer ends it.
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 import time
@@ -27,7 +28,7 @@ class Model:
         import transformers
 
         torch.manual_seed(seed)
-        self.torch, self.vocab, self.cache = torch, shape["vocab"], transformers.DynamicCache
+        self.torch, self.vocab, self.new_cache = torch, shape["vocab"], transformers.DynamicCache
         common = {
             "vocab_size": shape["vocab"],
             "hidden_size": shape["hidden"],
@@ -52,6 +53,8 @@ class Model:
         found = getattr(self.model.config, "_experts_implementation", None)
         if found != "grouped_mm":
             raise RuntimeError(f"transformers {transformers.__version__} runs experts as {found!r}, not grouped_mm")
+        taken = inspect.signature(self.model.forward).parameters
+        self.cache_name = "cache" if "cache" in taken else "past_key_values"  # renamed in transformers 5
 
     def run(self, *, streams: int, context: int, answer: int, seed: int) -> Facts:
         """Tokens a second; a run before it warms up."""
@@ -63,7 +66,7 @@ class Model:
         """One timed run."""
         generator = self.torch.Generator().manual_seed(seed)
         tokens = self.torch.randint(self.vocab, (max(streams, 1), context), generator=generator)
-        cache = self.cache(config=self.model.config)
+        cache = self.new_cache(config=self.model.config)
         begin = time.perf_counter()
         token = self.step(tokens, cache)
         if not streams:
@@ -76,7 +79,7 @@ class Model:
 
     def step(self, tokens: Any, cache: Any) -> Any:
         """The next token of every stream."""
-        out = self.model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        out = self.model(input_ids=tokens, use_cache=True, logits_to_keep=1, **{self.cache_name: cache})
         return out.logits[:, -1:].argmax(-1)
 
 
@@ -116,6 +119,8 @@ def main(wish: Facts) -> Iterator[Facts]:
         asked = json.loads(line)
         if asked.pop("do") == "router":
             yield router(asked)
+        elif model is None:
+            raise ValueError("no shape was given, so there is no model to run")
         else:
             yield model.run(**asked)
 

@@ -26,7 +26,7 @@ def register(app: typer.Typer) -> None:
     group.command("batch", help="Generated tokens a second of several streams of different tokens.")(batch)
     group.command("latency", help="Times between the tokens of one stream, and how they scatter.")(latency)
     group.command("ipc", help="Round trip of a phase between processes; share of a step spent waiting and alone.")(ipc)
-    group.command("router", help="Nanoseconds of routing a few tokens, beside torch if it is installed.")(router)
+    group.command("router", help="Nanoseconds of routing a few tokens, beside torch if told where it is.")(router)
     bench_system.register(group)
     bench_peers.register(group)
     app.add_typer(group, name="bench")
@@ -167,9 +167,17 @@ def ipc(
 
 
 def router(
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens routed by one call.")] = 16, samples: Samples = 5, as_json: AsJson = False
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens routed by one call.")] = 16,
+    torch_python: bench_peers.TorchPython = None,
+    samples: Samples = 5,
+    as_json: AsJson = False,
 ) -> None:
     """On one core, every instruction set this CPU has."""
+    from contextlib import ExitStack
+
+    from ops.bench.peers.torch_process import TorchProcess, TorchWish
     from ops.bench.router import bench_router
 
-    measure("router", None, as_json, lambda _: bench_router(tokens=tokens, samples=samples))
+    with ExitStack() as stack:
+        torch = stack.enter_context(TorchProcess(TorchWish(torch_python, 1))) if torch_python is not None else None
+        measure("router", None, as_json, lambda _: bench_router(tokens=tokens, samples=samples, torch=torch))

@@ -53,8 +53,10 @@ def running(peer: Peer, model: Path, *, streams: int, tokens: int, threads: int)
     """A server with so many slots of `tokens` tokens. BenchError with its log if it does not come up."""
     port = free_port()
     command = [str(peer.program("llama-server")), *server_options(peer, model, streams=streams, tokens=tokens, threads=threads)]
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen([*command, "--port", str(port)], stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as log:  # ik_llama.cpp's writes a log where it runs
+        process = subprocess.Popen(
+            [*command, "--port", str(port)], cwd=folder, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+        )
         server = Server(peer.name, process, port, log)
         try:
             _wait_healthy(server)
@@ -66,7 +68,7 @@ def running(peer: Peer, model: Path, *, streams: int, tokens: int, threads: int)
 def server_options(peer: Peer, model: Path, *, streams: int, tokens: int, threads: int) -> list[str]:
     """Prompts of all streams fit one batch, so that they begin to answer together; nothing of earlier prompts is kept."""
     context = -(-(tokens + _SLACK) // 256) * 256
-    options = ["-m", str(model), "--host", "127.0.0.1", "-np", str(streams), "-c", str(streams * context)]
+    options = ["-m", str(model.resolve()), "--host", "127.0.0.1", "-np", str(streams), "-c", str(streams * context)]
     options += ["-t", str(threads), "-tb", str(threads), "-b", str(max(_BATCH, streams * tokens)), "--cache-ram", "0"]
     return [*options, *peer.server_extra]
 
