@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, replace
 
 from engine_c import Model, session_bytes
-from workers.plan import PlanError, plan_kv_blocks, plan_team
+from workers.plan import NodeWish, PlanError, plan_kv_blocks, plan_team
 from workers.segments import RESERVE, SegmentError
 from workers.team import TeamConfig
 from workers.topology import read_topology
@@ -54,12 +54,8 @@ def memory_need(path: str | os.PathLike[str], config: TeamConfig, *, in_use: int
     """
     topology = read_topology()
     topology = replace(topology, memory_available_bytes=max(0, topology.memory_available_bytes - in_use))
-    plan = plan_team(
-        topology,
-        workers_per_node=config.workers_per_node,
-        threads_per_worker=config.threads_per_worker,
-        front_lane=config.front_lane,
-    )
+    wished = NodeWish(config.workers_per_node, config.threads_per_worker)
+    plan = plan_team(topology, default=wished, front_lane=config.front_lane, smt=config.smt)
     try:
         weights = os.stat(path).st_size
     except OSError as refusal:

@@ -20,6 +20,7 @@ import _cffi_backend
 
 from workers import worker_main
 from workers.plan import WorkerSpec
+from workers.segments import ModelImage
 
 TAIL_LINES = 20
 """Lines of a worker's output that are kept for error messages."""
@@ -41,7 +42,7 @@ class Message:
 class WorkerProcess:
     """A running worker. pidfd, control and output are to be watched for reading; reap() after pidfd is readable, then close()."""
 
-    def __init__(self, spec: WorkerSpec, *, model_fd: int, team_fd: int, arena_fd: int) -> None:
+    def __init__(self, spec: WorkerSpec, *, image: ModelImage, team_fd: int, arena_fd: int) -> None:
         """Starts it; it then waits for go(). OSError if it could not be started."""
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
         self.stop_told = False
@@ -49,12 +50,13 @@ class WorkerProcess:
         self._messages = b""
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
+            table = image.table_fd(spec.node)
             self._process = subprocess.Popen(
-                command(spec, control=theirs.fileno(), model_fd=model_fd, team_fd=team_fd, arena_fd=arena_fd),
+                command(spec, control=theirs.fileno(), model_table=table, team_fd=team_fd, arena_fd=arena_fd),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                pass_fds=(theirs.fileno(), model_fd, team_fd, arena_fd),
+                pass_fds={theirs.fileno(), table, team_fd, arena_fd, *(part.fd for part in image.parts_for(spec.node))},
                 # Ctrl-C in a terminal is for the front end, which drains. A group of its own in the same session: the kernel wakes a
                 # stopped process whose group loses its last parent and tells it to end (SIGHUP, SIGCONT), which no other way of dying
                 # with the front end does for one that was stopped before its first instruction.
@@ -149,14 +151,14 @@ class WorkerProcess:
         os.close(self.pidfd)
 
 
-def command(spec: WorkerSpec, *, control: int, model_fd: int, team_fd: int, arena_fd: int) -> list[str]:
+def command(spec: WorkerSpec, *, control: int, model_table: int, team_fd: int, arena_fd: int) -> list[str]:
     """The command line of a worker: isolated from PYTHON* variables and site-packages."""
     options = {
         "name": f"colibri-w{spec.index}",
         "parent": os.getpid(),
         "path": os.pathsep.join(IMPORT_PATHS),
         "control": control,
-        "model": model_fd,
+        "model-table": model_table,
         "team": team_fd,
         "arena": arena_fd,
         "lanes": ",".join(map(str, spec.lanes)),

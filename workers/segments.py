@@ -1,54 +1,92 @@
-"""The model's bytes as a descriptor that workers can map: the file itself, or a sealed copy in memory on huge pages."""
+"""The model's bytes as descriptors that every process maps: the file itself, or sealed copies in memory, one a NUMA node, on huge pages."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import errno
 import fcntl
 import logging
-import mmap
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
-from workers.topology import read_topology
+from engine_c import Part
+from workers.filling import FillError, Filling, NodeShare
+from workers.parts import SEALS, write_table
+from workers.placement import PlacementPlan, whole_file
+from workers.topology import Topology, read_topology
 
 log = logging.getLogger("colibri.workers")
 
 LoadMode = Literal["auto", "map", "memfd"]
 
-HUGE_PAGE = 2 << 20
-PIECE = 256 << 20
-"""Bytes copied, and collapsed to huge pages, at a time."""
 RESERVE = 64 << 20
 """Memory that must stay free beside a copy of the model."""
-MADV_COLLAPSE = 25  # Linux 6.1
-PROT_NONE = 0
-MAP_FIXED = 0x10
-MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 class SegmentError(RuntimeError):
     """The model's file can't be opened or copied; says why and what to do."""
 
 
-@dataclass(slots=True)
-class ModelSegment:
-    """An open descriptor of `bytes` bytes, exactly the container's length. huge_bytes of them lie on huge pages (0: not known)."""
+@dataclass(frozen=True, slots=True)
+class PlacementReport:
+    """Where the weights are. degraded says what the machine refused, "" if nothing."""
 
-    fd: int
+    shares: tuple[NodeShare, ...] = ()
+    degraded: str = ""
+
+
+@dataclass(slots=True)
+class ModelImage:
+    """A container's bytes, `bytes` of them, in one or several descriptors. Close it after the models and workers opened from it."""
+
     mode: Literal["map", "memfd"]
     bytes: int
-    huge_bytes: int = 0
+    placement: PlacementPlan
+    report: PlacementReport = field(default_factory=PlacementReport)
+    _by_node: dict[int, int] = field(default_factory=dict)  # node -> descriptor; -1: of no node in particular
+    _tables: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def fds(self) -> tuple[int, ...]:
+        """Every descriptor that holds bytes of the model."""
+        return tuple(self._by_node.values())
+
+    @property
+    def huge_bytes(self) -> int:
+        """Bytes on huge pages."""
+        return sum(share.huge_bytes for share in self.report.shares)
+
+    def parts_for(self, node: int | None) -> tuple[Part, ...]:
+        """What a process that computes on a node (None: it does not matter) maps: with a copy for each node, that node's own."""
+        home = self._home(node)
+        return tuple(
+            Part(self._by_node[extent.node], extent.node, extent.offset, extent.bytes)
+            for extent in self.placement.extents
+            if home is None or extent.node == home
+        )
+
+    def table_fd(self, node: int | None) -> int:
+        """The descriptor of a sealed list of parts_for(node) (workers.parts); it stays the image's."""
+        home = self._home(node)
+        key = -1 if home is None else home
+        if key not in self._tables:
+            self._tables[key] = write_table(self.parts_for(node))
+        return self._tables[key]
+
+    def _home(self, node: int | None) -> int | None:
+        """The node whose copy is used, None if there is one copy for all."""
+        if self.placement.placement != "replicate":
+            return None
+        return node if node in self.placement.nodes else self.placement.nodes[0]
 
     def close(self) -> None:
-        """Gives the descriptor back; a second call does nothing."""
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
+        """Gives the descriptors back; a second call does nothing."""
+        fds = [*self._by_node.values(), *self._tables.values()]
+        self._by_node, self._tables = {}, {}
+        for fd in fds:
             os.close(fd)
 
     def __enter__(self) -> Self:
@@ -58,7 +96,9 @@ class ModelSegment:
         self.close()
 
 
-def open_segment(path: str | os.PathLike[str], *, mode: LoadMode = "map", available: int | None = None) -> ModelSegment:
+def open_image(
+    path: str | os.PathLike[str], *, mode: LoadMode = "map", available: int | None = None, topology: Topology | None = None
+) -> ModelImage:
     """Opens a model for sharing. "map": the file, through the page cache. "memfd": a copy that nobody can change or resize any more, on
     huge pages where the kernel can. "auto": the copy, which decodes faster, if it takes at most half of the free memory, else the file.
 
@@ -69,16 +109,28 @@ def open_segment(path: str | os.PathLike[str], *, mode: LoadMode = "map", availa
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO is refused later, not waited for
     except OSError as refusal:
         raise SegmentError(f"{path}: {refusal.strerror}") from refusal
-    file = ModelSegment(fd, "map", os.fstat(fd).st_size)
+    size = os.fstat(fd).st_size
+    file = ModelImage("map", size, whole_file(size), _by_node={-1: fd})
     if mode == "map":
         return file
-    if available is None:
-        available = read_topology().memory_available_bytes
-    if mode == "auto" and not 0 < 2 * file.bytes + RESERVE <= available:
-        return file
-    with file:
-        _check_room(path, file.bytes, available)
-        return _copy(path, file)
+    with _closing_on_error(file):
+        topology = topology or read_topology()
+        available = topology.memory_available_bytes if available is None else available
+        if mode == "auto" and not 0 < 2 * size + RESERVE <= available:
+            return file
+        _check_room(path, size, available)
+        copy = _copy(path, fd, file.placement, topology)
+    file.close()
+    return copy
+
+
+@contextlib.contextmanager
+def _closing_on_error(image: ModelImage) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        image.close()
+        raise
 
 
 def _check_room(path: str | os.PathLike[str], size: int, available: int) -> None:
@@ -90,77 +142,30 @@ def _check_room(path: str | os.PathLike[str], size: int, available: int) -> None
         )
 
 
-def _copy(path: str | os.PathLike[str], file: ModelSegment) -> ModelSegment:
-    copy = ModelSegment(os.memfd_create(f"colibri:{Path(path).name}"[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "memfd", file.bytes)
+def _copy(path: str | os.PathLike[str], file: int, placement: PlacementPlan, topology: Topology) -> ModelImage:
+    """The file's page cache is left alone: the next start, or another program, finds it warm, and the kernel takes it when it must."""
+    image = ModelImage("memfd", os.fstat(file).st_size, placement)
     try:
-        os.ftruncate(copy.fd, file.bytes)
-        with _mapped(copy.fd, file.bytes) as address:
-            _fill(path, file, address)
-            copy.huge_bytes = _collapse(address, file.bytes)
-        # Sealing against writing is refused as long as a writable mapping is there, hence after the with block.
-        fcntl.fcntl(copy.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        for node in {extent.node: None for extent in placement.extents}:
+            name = f"colibri:{Path(path).name}"[:200] + (f":node{node}" if node >= 0 else "")
+            image._by_node[node] = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            os.ftruncate(image._by_node[node], image.bytes)
+        filling = Filling(file, image.bytes, image._by_node, placement.extents, topology)
+        shares = filling.run()
+        # Sealing against writing is refused as long as a writable mapping is there.
+        for fd in image.fds:
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+    except FillError as error:
+        image.close()
+        raise SegmentError(f"{path}: {error}") from error
     except OSError as refusal:
-        copy.close()
+        image.close()
         raise SegmentError(f"{path}: no copy in memory could be made: {refusal.strerror}; use load mode map") from refusal
     except BaseException:
-        copy.close()
+        image.close()
         raise
-    return copy
-
-
-def _fill(path: str | os.PathLike[str], file: ModelSegment, address: int) -> None:
-    """Reads the file into the mapping, in pieces."""
-    at = 0
-    while at < file.bytes:
-        count = min(PIECE, file.bytes - at)
-        piece = (ctypes.c_char * count).from_address(address + at)
-        got = os.preadv(file.fd, [piece], at)
-        if got == 0:
-            raise SegmentError(f"{path}: the file became shorter while it was read ({at} of {file.bytes} bytes)")
-        at += got
-
-
-# ---------------------------------------------------------------- mappings, which Python's mmap module can't align
-
-
-def _libc() -> ctypes.CDLL:
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
-    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    return libc
-
-
-@contextlib.contextmanager
-def _mapped(fd: int, size: int) -> Iterator[int]:
-    """A writable shared mapping of a descriptor at a multiple of the huge page size, inside a larger reservation. Yields its address."""
-    libc = _libc()
-    room = size + HUGE_PAGE
-    reserved = libc.mmap(None, room, PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
-    if reserved == MAP_FAILED:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    try:
-        aligned = -(-int(reserved) // HUGE_PAGE) * HUGE_PAGE
-        if libc.mmap(aligned, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | MAP_FIXED, fd, 0) == MAP_FAILED:
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-        yield aligned
-    finally:
-        libc.munmap(reserved, room)
-
-
-def _collapse(address: int, size: int) -> int:
-    """Asks for huge pages, piece by piece. Returns the bytes that got them; a refusal costs speed, nothing else."""
-    libc = _libc()
-    done = 0
-    for at in range(0, size // HUGE_PAGE * HUGE_PAGE, PIECE):
-        count = min(PIECE, size // HUGE_PAGE * HUGE_PAGE - at)
-        if libc.madvise(address + at, count, MADV_COLLAPSE) == 0:
-            done += count
-        elif ctypes.get_errno() != errno.EAGAIN:
-            log.info("no huge pages for the model's copy: %s", os.strerror(ctypes.get_errno()))
-            break
-    return done
+    image.report = PlacementReport(shares, "; ".join(filling.degraded))
+    return image
 
 
 def _mib(count: int) -> str:

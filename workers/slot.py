@@ -16,6 +16,7 @@ from workers.cgroup import OomWatch
 from workers.lifecycle import Lifecycle, RestartPolicy, State
 from workers.plan import WorkerSpec
 from workers.process import Message, WorkerProcess, curable, describe_end
+from workers.segments import ModelImage
 
 log = logging.getLogger("colibri.workers")
 
@@ -66,7 +67,7 @@ class Surroundings:
     """What all slots of a supervisor share."""
 
     session: Session
-    model_fd: int
+    image: ModelImage
     config: SupervisorConfig
     selector: selectors.BaseSelector
     oom: OomWatch
@@ -149,7 +150,7 @@ class Slot:
         self._deadline = now + self._config.start_s
         session = self._session
         try:
-            process = WorkerProcess(self.spec, model_fd=self._around.model_fd, team_fd=session.team_fd, arena_fd=session.arena_fd)
+            process = WorkerProcess(self.spec, image=self._around.image, team_fd=session.team_fd, arena_fd=session.arena_fd)
         except OSError as refusal:
             self._ended(0, f"could not be started: {refusal}", again=True)
             return now
@@ -159,6 +160,7 @@ class Slot:
         self._around.selector.register(process.output, selectors.EVENT_READ, self.on_output)
         try:
             for lane in self.spec.lanes:
+                session.lane_place(lane, self.spec.node)
                 session.lane_bind(lane, pid=process.pid, pidfd=process.pidfd)
         except EngineError as refusal:
             self._kill(f"its lanes could not be bound: {refusal}")

@@ -7,13 +7,14 @@ import os
 import selectors
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from engine_c import Session
 from workers.cgroup import OomWatch
 from workers.lifecycle import State
 from workers.plan import TeamPlan, WorkerSpec
+from workers.segments import ModelImage
 from workers.slot import Slot, SupervisorConfig, Surroundings, WorkerSnapshot
 
 __all__ = ["Supervisor", "SupervisorConfig", "SupervisorError", "SupervisorSnapshot", "WorkerSnapshot"]
@@ -23,10 +24,11 @@ log = logging.getLogger("colibri.workers")
 
 @dataclass(frozen=True, slots=True)
 class SupervisorSnapshot:
-    """All workers now, by index."""
+    """All workers now, by index. restarts counts those of workers that have been taken away, too: it never falls."""
 
     workers: tuple[WorkerSnapshot, ...]
     wanted: int
+    restarts: int
 
     @property
     def ready(self) -> int:
@@ -39,15 +41,16 @@ class SupervisorError(RuntimeError):
 
 
 class Supervisor:
-    """Its methods may be called from any thread. The session and model_fd must stay open until stop() has returned."""
+    """Its methods may be called from any thread. The session and the image must stay open until stop() has returned."""
 
-    def __init__(self, session: Session, model_fd: int, plan: TeamPlan, config: SupervisorConfig | None = None) -> None:
+    def __init__(self, session: Session, image: ModelImage, plan: TeamPlan, config: SupervisorConfig | None = None) -> None:
         self.session = session
         self._plan = plan
         self._selector = selectors.DefaultSelector()
-        self._around = Surroundings(session, model_fd, config or SupervisorConfig(), self._selector, OomWatch(), self._wake)
+        self._around = Surroundings(session, image, config or SupervisorConfig(), self._selector, OomWatch(), self._wake)
         self._slots: dict[int, Slot] = {}
         self._wanted: dict[int, WorkerSpec] = {}
+        self._past_restarts = 0
         self._stopping = False
         self._changed = threading.Condition()
         self._wake_fd = -1
@@ -72,16 +75,19 @@ class Supervisor:
             self.stop()
             raise
 
-    def wait_ready(self, timeout: float) -> None:
-        """Waits until the workers are what the plan wants. SupervisorError if one has failed or time runs out."""
+    def wait_ready(self, timeout: float, *, ignoring: Collection[int] = ()) -> None:
+        """Waits until the workers, but those with an ignored index, are what the plan wants.
+
+        SupervisorError if one has failed or time runs out.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: self._settled() or self._failed() is not None, timeout)
-            failed = self._failed()
+            self._changed.wait_for(lambda: not self._pending(ignoring) or self._failed(ignoring) is not None, timeout)
+            failed = self._failed(ignoring)
             if failed is not None:
                 raise SupervisorError(failed.obituary())
-            if not self._settled():
-                late = next((slot for slot in self._slots.values() if slot.life.state is not State.READY), None)
-                raise SupervisorError(f"not ready after {timeout:g} s: {'a worker' if late is None else late.obituary()}")
+            if pending := self._pending(ignoring):
+                late = self._slots.get(pending[0])
+                raise SupervisorError(f"not ready after {timeout:g} s: {f'worker {pending[0]}' if late is None else late.obituary()}")
 
     def set_plan(self, plan: TeamPlan) -> None:
         """Changes what is wanted: workers are started and drained accordingly. The same plan again changes nothing."""
@@ -112,14 +118,21 @@ class Supervisor:
         """What there is now."""
         with self._changed:
             now = time.monotonic()
-            return SupervisorSnapshot(tuple(self._slots[index].snapshot(now) for index in sorted(self._slots)), len(self._wanted))
+            workers = tuple(self._slots[index].snapshot(now) for index in sorted(self._slots))
+            return SupervisorSnapshot(workers, len(self._wanted), self._past_restarts + sum(worker.restarts for worker in workers))
 
-    def _settled(self) -> bool:
-        ready = {index: slot.spec for index, slot in self._slots.items() if slot.life.state is State.READY}
-        return ready == self._wanted and len(ready) == len(self._slots)
+    def _pending(self, ignoring: Collection[int]) -> list[int]:
+        """Indices that are not yet what is wanted: a worker that is not ready, or one that has not left."""
+        return [
+            index
+            for index in sorted((self._slots.keys() | self._wanted.keys()) - set(ignoring))
+            if (slot := self._slots.get(index)) is None
+            or slot.life.state is not State.READY
+            or slot.spec != self._wanted.get(index)
+        ]
 
-    def _failed(self) -> Slot | None:
-        return next((slot for slot in self._slots.values() if slot.life.state is State.FAILED), None)
+    def _failed(self, ignoring: Collection[int]) -> Slot | None:
+        return next((slot for index, slot in self._slots.items() if slot.life.state is State.FAILED and index not in ignoring), None)
 
     def _wake(self) -> None:
         with self._changed:
@@ -157,6 +170,7 @@ class Supervisor:
         for index, slot in list(self._slots.items()):
             # A worker that is wanted otherwise (other lanes, other CPUs) leaves first and is then made anew.
             if not slot.life.running and self._wanted.get(index) != slot.spec:
+                self._past_restarts += slot.life.restarts
                 del self._slots[index]
         for index, spec in self._wanted.items():
             if index not in self._slots:

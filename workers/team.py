@@ -8,10 +8,14 @@ from types import TracebackType
 from typing import Self
 
 from engine_c import Model, Session, SessionOptions, session_bytes
-from workers.plan import FrontLane, PlanError, TeamPlan, plan_kv_blocks, plan_team
-from workers.segments import LoadMode, ModelSegment, open_segment
-from workers.supervisor import Supervisor, SupervisorConfig
+from workers.placement import PlacementPlan
+from workers.plan import FrontLane, NodeWish, PlanError, TeamPlan, plan_kv_blocks, plan_team
+from workers.scaling import ScaleError, Scaling
+from workers.segments import LoadMode, ModelImage, PlacementReport, open_image
+from workers.supervisor import Supervisor, SupervisorConfig, SupervisorSnapshot
 from workers.topology import Topology, read_topology
+
+__all__ = ["LaneDescription", "ScaleError", "Team", "TeamConfig", "TeamDescription"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,24 +30,55 @@ class TeamConfig:
     workers_per_node: int | None = None
     threads_per_worker: int | None = None
     front_lane: FrontLane = "auto"
+    smt: bool = False
     session: SessionOptions = field(default_factory=SessionOptions)
     kv_bytes: int | None = None
     start_timeout_s: float = 30.0
     supervisor: SupervisorConfig = field(default_factory=SupervisorConfig)
 
 
+@dataclass(frozen=True, slots=True)
+class LaneDescription:
+    """A lane that computes; lane max_lanes is the front end's own. Of its tasks since it attached, `homed` had their weights on a node of
+    their own and `local` of these were done on that node."""
+
+    lane: int
+    node: int
+    tasks: int
+    local: int
+    homed: int
+
+
+@dataclass(frozen=True, slots=True)
+class TeamDescription:
+    """What a team is at one moment. degraded says, each thing once, what the machine refused: it serves, but slower than it could."""
+
+    topology: Topology
+    placement: PlacementPlan
+    report: PlacementReport
+    plan: TeamPlan
+    workers: SupervisorSnapshot
+    lanes: tuple[LaneDescription, ...]
+    degraded: tuple[str, ...]
+
+
 class Team:
     """An opened model, its session and its workers. One thread steps the session; close() once it no longer does."""
 
     def __init__(
-        self, *, segment: ModelSegment, model: Model, session: Session, supervisor: Supervisor, plan: TeamPlan, topology: Topology
+        self, *, image: ModelImage, model: Model, session: Session, supervisor: Supervisor, scaling: Scaling, topology: Topology
     ) -> None:
-        self.segment = segment
+        self.image = image
         self.model = model
         self.session = session
         self.supervisor = supervisor
-        self.plan = plan
         self.topology = topology
+        self._scaling = scaling
+
+    @property
+    def plan(self) -> TeamPlan:
+        """Who computes, as last planned."""
+        return self._scaling.plan
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], config: TeamConfig | None = None) -> Self:
@@ -53,34 +88,72 @@ class Team:
         """
         config = config or TeamConfig()
         topology = read_topology()
-        plan = plan_team(
-            topology,
-            workers_per_node=config.workers_per_node,
-            threads_per_worker=config.threads_per_worker,
-            front_lane=config.front_lane,
-        )
-        segment = open_segment(path, mode=config.load_mode)
+        wish = NodeWish(config.workers_per_node, config.threads_per_worker)
+        plan = plan_team(topology, default=wish, front_lane=config.front_lane, smt=config.smt)
+        image = open_image(path, mode=config.load_mode, topology=topology)
         model: Model | None = None
         session: Session | None = None
         try:
-            model = Model.from_fd(segment.fd)
+            model = Model.open_parts(image.parts_for(plan.front_node))
             topology = read_topology()  # again: a copy of the model may have taken memory
             session = Session(model, _session_options(model, plan, topology, config))
-            supervisor = Supervisor(session, segment.fd, plan, config.supervisor)
+            session.lane_place(plan.max_lanes, plan.front_node)
+            supervisor = Supervisor(session, image, plan, config.supervisor)
             supervisor.start(config.start_timeout_s)
         except BaseException:
-            for part in (session, model, segment):
+            for part in (session, model, image):
                 if part is not None:
                     part.close()
             raise
-        return cls(segment=segment, model=model, session=session, supervisor=supervisor, plan=plan, topology=topology)
+        scaling = Scaling(supervisor, topology, plan, default=wish, front_lane=config.front_lane, smt=config.smt)
+        return cls(image=image, model=model, session=session, supervisor=supervisor, scaling=scaling, topology=topology)
+
+    def scale(self, node: int, *, workers: int | None = None, threads: int | None = None, timeout: float = 30.0) -> TeamPlan:
+        """Gives a node so many workers of so many lanes (None: as it is), while the session steps. Returns the plan once it holds.
+
+        ScaleError if that can't be had, within timeout seconds, with the former workers put back. The same again changes nothing.
+        """
+        return self._scaling.scale(node, workers=workers, threads=threads, timeout=timeout)
+
+    def drain_worker(self, index: int, timeout: float = 30.0) -> TeamPlan:
+        """Sends a worker away until it is restarted or its node scaled. KeyError: there is no such worker. ScaleError."""
+        return self._scaling.drain_worker(index, timeout)
+
+    def drain_node(self, node: int, timeout: float = 30.0) -> TeamPlan:
+        """Sends a node's workers away until they are restarted or the node is scaled. KeyError: there is no such node. ScaleError."""
+        return self._scaling.drain_node(node, timeout)
+
+    def restart_worker(self, index: int, timeout: float = 30.0) -> TeamPlan:
+        """Makes a worker anew. KeyError: there is no such worker. ScaleError."""
+        return self._scaling.restart_worker(index, timeout)
+
+    def describe(self) -> TeamDescription:
+        """What there is now. From any thread."""
+        plan, workers = self.plan, self.supervisor.snapshot()
+        refused = dict.fromkeys(text for worker in workers.workers for text in worker.degraded)
+        lanes = [(lane, spec.node) for spec in plan.workers for lane in spec.lanes]
+        if plan.front_lane:
+            lanes.append((plan.max_lanes, plan.front_node))
+        return TeamDescription(
+            topology=self.topology,
+            placement=self.image.placement,
+            report=self.image.report,
+            plan=plan,
+            workers=workers,
+            lanes=tuple(self._lane(lane, node) for lane, node in lanes),
+            degraded=tuple(filter(None, (self.image.report.degraded, *refused))),
+        )
+
+    def _lane(self, lane: int, node: int) -> LaneDescription:
+        session = self.session
+        return LaneDescription(lane, node, session.lane_tasks(lane), session.lane_local(lane), session.lane_homed(lane))
 
     def close(self) -> None:
         """Drains and ends the workers, then frees everything. No step may be running."""
         self.supervisor.stop()
         self.session.close()
         self.model.close()
-        self.segment.close()
+        self.image.close()
 
     def __enter__(self) -> Self:
         return self

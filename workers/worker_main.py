@@ -1,7 +1,7 @@
 """Entry point of a worker process: runs lanes in threads until they are asked to leave or the front end is gone.
 
-Started as `python -I -S worker_main.py --path ... --control FD --model FD --team FD --arena FD --lanes 0,1 ...` by workers.process. It
-imports the standard library, cffi's backend and the engine, nothing else: a start takes a few dozen milliseconds and few megabytes.
+Started as `python -I -S worker_main.py --path ... --control FD --model-table FD --team FD --arena FD --lanes 0,1 ...`. It
+imports the standard library, cffi's backend, the engine and two small modules beside it: a start takes a few dozen milliseconds.
 
 The control socket, one end of a pair, carries from the supervisor one byte ("your lanes are bound, go") and from the worker one line of
 JSON (ready and what could not be had: pinning, memory policy; or why it can't work). Its end of file means that the front end is gone.
@@ -27,8 +27,6 @@ PR_SET_NAME = 15
 PR_SET_NO_NEW_PRIVS = 38
 OOM_POINTS = 200
 """Of a thousand: how much rather than its front end the kernel kills a worker when memory runs out."""
-MPOL_PREFERRED = 1
-SYS_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
 
 
 def parse(argv: list[str]) -> dict[str, str]:
@@ -54,30 +52,6 @@ def restrict(parent: int, name: str) -> None:
         os._exit(EXIT_ORPHAN)
 
 
-def prefer_memory(node: int) -> str:
-    """Asks for memory of a node where there is some. Returns what was refused, "" if nothing."""
-    import ctypes
-
-    number = SYS_SET_MEMPOLICY.get(os.uname().machine)
-    if number is None:
-        return f"memory policy: not known on {os.uname().machine}"
-    mask = (ctypes.c_ulong * 16)()
-    mask[node // 64] = 1 << node % 64
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.syscall(ctypes.c_long(number), ctypes.c_long(MPOL_PREFERRED), mask, ctypes.c_ulong(1024)):
-        return f"memory policy: {os.strerror(ctypes.get_errno())}"
-    return ""
-
-
-def pin(cpus: list[int]) -> str:
-    """Keeps the calling thread on these CPUs. Returns what was refused, "" if nothing."""
-    try:
-        os.sched_setaffinity(0, cpus)
-    except OSError as refusal:
-        return f"CPUs {','.join(map(str, cpus))}: {refusal.strerror}"
-    return ""
-
-
 def main(argv: list[str]) -> None:
     """Never returns."""
     options = parse(argv)
@@ -85,13 +59,17 @@ def main(argv: list[str]) -> None:
     control = int(options["control"])
     restrict(int(options["parent"]), options["name"])
     lanes, cpus, node_cpus = numbers(options["lanes"]), numbers(options["cpus"]), numbers(options["node-cpus"])
-    degraded = [pin(node_cpus)] if node_cpus else []
-    degraded += [prefer_memory(node) for node in numbers(options["memory-node"])]
 
     import json
     import threading
 
     from engine_c import EngineError, Model, Worker
+    from workers.numa import prefer_memory, run_on
+    from workers.parts import read_table
+
+    degraded = [run_on(node_cpus)] if node_cpus else []
+    degraded += [prefer_memory(node) for node in numbers(options["memory-node"])]
+
     from workers.sandbox import close_all_but, dump_no_shared_memory, lock_down, prefer_death
 
     degraded.append(prefer_death(OOM_POINTS))
@@ -101,7 +79,7 @@ def main(argv: list[str]) -> None:
         os.write(control, json.dumps(message).encode() + b"\n")
 
     try:
-        worker = Worker(Model.from_fd(int(options["model"])), int(options["team"]), int(options["arena"]))
+        worker = Worker(Model.open_parts(read_table(int(options["model-table"]))), int(options["team"]), int(options["arena"]))
     except EngineError as refusal:
         say(error=str(refusal))
         os._exit(EXIT_MISMATCH if refusal.name in ("EFORMAT", "EUNSUPPORTED") else EXIT_LANE)
@@ -115,7 +93,7 @@ def main(argv: list[str]) -> None:
 
     def run(i: int) -> None:
         nonlocal left
-        refused = pin([cpus[i]]) if cpus else ""
+        refused = run_on([cpus[i]]) if cpus else ""
         if refused:
             print(f"lane {lanes[i]}: not pinned: {refused}", file=sys.stderr, flush=True)
         try:

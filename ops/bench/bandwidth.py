@@ -15,7 +15,7 @@ from engine_c import isa_available, isa_name, isa_select
 from engine_c.probe import Probe, probe_compute, probe_fill, probe_read, rate
 from ops.bench.limits import MachineLimits
 from ops.bench.measure import Row
-from workers.plan import plan_team
+from workers.plan import NodeWish, plan_team
 from workers.topology import read_topology
 
 _HUGE = 2 << 20
@@ -34,7 +34,7 @@ class Cores:
 
 def lane_cores(*, workers_per_node: int | None = None, threads_per_worker: int | None = None) -> Cores:
     """Where a team with these wishes computes."""
-    plan = plan_team(read_topology(), workers_per_node=workers_per_node, threads_per_worker=threads_per_worker)
+    plan = plan_team(read_topology(), default=NodeWish(workers_per_node, threads_per_worker))
     front = [plan.front_cpu] if plan.front_lane else []
     workers = [cpu for worker in plan.workers for cpu in worker.cpus or (None,) * len(worker.lanes)]
     return Cores((*front, *workers))

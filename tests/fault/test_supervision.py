@@ -21,8 +21,8 @@ from engine_c import EngineError, Model, Session
 from tests.fault.harness import OPTIONS, PATIENCE, Decoding, alive, children, config, descriptors, wait_for
 from workers import process
 from workers.lifecycle import RestartPolicy, State
-from workers.plan import plan_team
-from workers.segments import open_segment
+from workers.plan import NodeWish, plan_team
+from workers.segments import ModelImage, open_image
 from workers.slot import SupervisorConfig
 from workers.supervisor import Supervisor, SupervisorError
 from workers.team import Team
@@ -32,12 +32,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @contextlib.contextmanager
-def supervised(model: Path, workers: int, settings: SupervisorConfig | None = None, *, model_fd: int | None = None) -> Iterator[Supervisor]:
+def supervised(
+    model: Path, workers: int, settings: SupervisorConfig | None = None, *, other: ModelImage | None = None
+) -> Iterator[Supervisor]:
     """A session and a supervisor that has not been started; room for 16 lanes."""
-    plan = plan_team(read_topology(), workers_per_node=workers, threads_per_worker=1)
+    plan = plan_team(read_topology(), default=NodeWish(workers, 1))
     options = replace(OPTIONS, max_lanes=16)
-    with open_segment(model) as segment, Model.from_fd(segment.fd) as opened, Session(opened, options) as session:
-        supervisor = Supervisor(session, segment.fd if model_fd is None else model_fd, plan, settings)
+    with open_image(model) as image, Model.from_fd(image.fds[0]) as opened, Session(opened, options) as session:
+        supervisor = Supervisor(session, image if other is None else other, plan, settings)
         try:
             yield supervisor
         finally:
@@ -90,8 +92,8 @@ def test_a_worker_that_can_not_import_fails_the_start_with_its_last_words(model:
 
 def test_a_worker_that_can_not_open_the_model_fails_the_start(model: Path) -> None:
     with (
-        open("/proc/version") as wrong,
-        supervised(model, 1, model_fd=wrong.fileno()) as supervisor,
+        open_image("/proc/version") as wrong,
+        supervised(model, 1, other=wrong) as supervisor,
         pytest.raises(SupervisorError, match=r"worker 0 \(node 0\) exited with code [34]"),
     ):
         supervisor.start(20)
@@ -102,7 +104,7 @@ def test_a_worker_of_another_model_is_refused(model: Path, tmp_path: Path) -> No
 
     other = tmp_path / "other.colibri"
     make_model(other, SHAPES["tiny"])
-    with open_segment(other) as wrong, supervised(model, 1, model_fd=wrong.fd) as supervisor:
+    with open_image(other) as wrong, supervised(model, 1, other=wrong) as supervisor:
         with pytest.raises(SupervisorError, match=r"exited with code 3: its segments do not fit .*another model"):
             supervisor.start(20)
         assert supervisor.snapshot().workers == ()
@@ -219,7 +221,7 @@ def test_workers_come_and_go_while_decoding(model: Path, undisturbed: list[list[
 
         def before_step(step: int) -> None:
             if step % 10 == 5:
-                supervisor.set_plan(plan_team(topology, workers_per_node=next(sizes), threads_per_worker=1))
+                supervisor.set_plan(plan_team(topology, default=NodeWish(next(sizes), 1)))
                 if step % 20 == 5:
                     supervisor.wait_ready(20)
 
@@ -236,7 +238,7 @@ def test_lanes_that_change_hands_are_handed_over(model: Path, undisturbed: list[
         supervisor.start(20)
         session = supervisor.session
         for workers, threads in [(1, 4), (4, 1), (2, 2)]:
-            supervisor.set_plan(plan_team(topology, workers_per_node=workers, threads_per_worker=threads))
+            supervisor.set_plan(plan_team(topology, default=NodeWish(workers, threads)))
             assert Decoding().run(session) == undisturbed
             supervisor.wait_ready(20)
             assert len(children()) == workers

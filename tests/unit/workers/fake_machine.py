@@ -12,7 +12,7 @@ NO_LIMIT_V1 = 9223372036854771712
 
 @dataclass
 class Machine:
-    """nodes: id -> (CPU list, memory in bytes). Everything else as in the files themselves."""
+    """nodes: id -> (CPU list, memory in bytes, half of which is free). Everything else as in the files themselves."""
 
     nodes: Mapping[int, tuple[str, int]]
     allowed: str
@@ -33,7 +33,7 @@ class Machine:
         for number, (cpus, memory) in self.nodes.items():
             folder = f"sys/devices/system/node/node{number}"
             put(root, f"{folder}/cpulist", cpus + "\n")
-            put(root, f"{folder}/meminfo", f"Node {number} MemTotal:       {memory // 1024} kB\nNode {number} MemFree:  1 kB\n")
+            put(root, f"{folder}/meminfo", f"Node {number} MemTotal:       {memory // 1024} kB\nNode {number} MemFree:  {memory // 2048} kB\n")
         for cpu, siblings in self.siblings.items():
             put(root, f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list", siblings + "\n")
         for name, text in self.files.items():

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from engine_c import KV_FORMATS, ModelInfo
-from workers.plan import FrontLane, PlanError, TeamPlan, kv_block_bytes, plan_kv_blocks, plan_team
+from workers.plan import FrontLane, NodeWish, PlanError, TeamPlan, kv_block_bytes, plan_kv_blocks, plan_team
 from workers.topology import Node, Topology
 
 GIB = 1 << 30
@@ -51,21 +51,21 @@ def test_one_cpu_without_front_lane_has_a_worker() -> None:
 
 
 def test_zero_workers_compute_in_the_calling_process() -> None:
-    plan = plan_team(machine(4), workers_per_node=0)
+    plan = plan_team(machine(4), default=NodeWish(0))
     assert plan.workers == ()
     assert plan.front_lane
     assert plan.front_cpu is None
 
 
 def test_more_lanes_than_cpus_are_not_pinned() -> None:
-    plan = plan_team(machine(2), workers_per_node=2, threads_per_worker=2)
+    plan = plan_team(machine(2), default=NodeWish(2, 2))
     assert [worker.lanes for worker in plan.workers] == [(0, 1), (2, 3)]
     assert cpus_of(plan) == []
     assert plan.front_cpu is None
 
 
 def test_workers_of_a_node_share_its_cores_evenly() -> None:
-    plan = plan_team(machine(8), workers_per_node=3)
+    plan = plan_team(machine(8), default=NodeWish(3))
     assert [len(worker.lanes) for worker in plan.workers] == [3, 2, 2]
     assert cpus_of(plan) == [1, 2, 3, 4, 5, 6, 7]
 
@@ -81,21 +81,21 @@ def test_smt_siblings_get_no_lane_of_their_own() -> None:
     assert (plan.front_cpu, cpus_of(plan)) == (0, [1])
 
 
-def test_nodes_without_cpus_get_no_worker_and_nodes_without_memory_no_policy() -> None:
+def test_nodes_without_cpus_get_no_worker_and_nodes_without_memory_use_the_nearest() -> None:
     nodes = (Node(0, (0, 1), GIB), Node(1, (2, 3), 0), Node(2, (), GIB))
     plan = plan_team(Topology(nodes, (0, 1, 2, 3), 2 * GIB))
-    assert [(worker.node, worker.memory_node) for worker in plan.workers] == [(0, 0), (1, None)]
+    assert [(worker.node, worker.memory_node) for worker in plan.workers] == [(0, 0), (1, 0)]
 
 
 @pytest.mark.parametrize(("workers", "threads"), [(-1, None), (None, 0), (256, 1), (16, 16)])
 def test_impossible_wishes_are_refused(workers: int | None, threads: int | None) -> None:
     with pytest.raises(PlanError):
-        plan_team(machine(4), workers_per_node=workers, threads_per_worker=threads)
+        plan_team(machine(4), default=NodeWish(workers, threads))
 
 
 def test_nothing_that_computes_is_refused() -> None:
     with pytest.raises(PlanError, match="nothing would compute"):
-        plan_team(machine(4), workers_per_node=0, front_lane="off")
+        plan_team(machine(4), default=NodeWish(0), front_lane="off")
 
 
 @given(
@@ -109,7 +109,7 @@ def test_every_plan_is_sound(nodes: list[int], workers: int | None, threads: int
     topology = machine(*nodes, quota=quota)
     if workers == 0 and front == "off":
         return
-    plan = plan_team(topology, workers_per_node=workers, threads_per_worker=threads, front_lane=front)
+    plan = plan_team(topology, default=NodeWish(workers, threads), front_lane=front)
     lanes = [lane for worker in plan.workers for lane in worker.lanes]
     assert lanes == list(range(len(lanes)))
     assert len(lanes) <= plan.max_lanes <= 255

@@ -45,10 +45,10 @@ def test_only_segments_that_do_not_fit_are_hopeless() -> None:
 
 def test_the_command_line_is_what_the_worker_parses() -> None:
     spec = WorkerSpec(index=3, node=1, lanes=(4, 5), cpus=(), node_cpus=(8, 9), memory_node=None)
-    words = command(spec, control=10, model_fd=11, team_fd=12, arena_fd=13)
+    words = command(spec, control=10, model_table=11, team_fd=12, arena_fd=13)
     options = worker_main.parse(words[4:])
     assert options["name"] == "colibri-w3"
-    assert (options["control"], options["model"], options["team"], options["arena"]) == ("10", "11", "12", "13")
+    assert (options["control"], options["model-table"], options["team"], options["arena"]) == ("10", "11", "12", "13")
     assert worker_main.numbers(options["lanes"]) == [4, 5]
     assert worker_main.numbers(options["cpus"]) == []
     assert worker_main.numbers(options["node-cpus"]) == [8, 9]
@@ -62,12 +62,12 @@ def python(code: str) -> str:
 
 def test_a_memory_policy_is_set_or_its_refusal_told() -> None:
     said, policy = python(
-        "from workers.worker_main import prefer_memory\n"
+        "from workers.numa import prefer_memory\n"
         "refused = prefer_memory(0)\n"
         "print(refused or 'set', open('/proc/self/numa_maps').readline().split()[1], sep='|')"
     ).split("|")
-    assert (said, policy) == ("set", "prefer:0") or said.startswith("memory policy: "), (said, policy)
+    assert (said, policy) == ("set", "prefer:0") or said.startswith("set_mempolicy to node 0: "), (said, policy)
 
 
 def test_pinning_to_a_cpu_that_may_not_be_used_is_told() -> None:
-    assert python("from workers.worker_main import pin; print(pin([1023]))") == "CPUs 1023: Invalid argument"
+    assert python("from workers.numa import run_on; print(run_on([1023]))") == "CPUs 1023: Invalid argument"

@@ -22,7 +22,7 @@ def test_one_node_has_all_memory_whatever_its_meminfo_says(tmp_path: Path) -> No
 def test_two_and_four_nodes_are_listed_by_number(tmp_path: Path) -> None:
     two = read_topology(Machine(nodes={1: ("4-7", 32 * GIB), 0: ("0-3", 32 * GIB)}, allowed="0-7").write(tmp_path / "two"))
     assert [node.id for node in two.nodes] == [0, 1]
-    assert two.nodes[1] == Node(1, (4, 5, 6, 7), 32 * GIB)
+    assert two.nodes[1] == Node(1, (4, 5, 6, 7), 32 * GIB, 16 * GIB)
     nodes = {number: (f"{2 * i}-{2 * i + 1}", 16 * GIB) for i, number in enumerate((0, 2, 10, 11))}
     four = read_topology(Machine(nodes=nodes, allowed="0-7").write(tmp_path / "four"))
     assert [node.id for node in four.nodes] == [0, 2, 10, 11]
@@ -32,14 +32,14 @@ def test_two_and_four_nodes_are_listed_by_number(tmp_path: Path) -> None:
 def test_nodes_without_memory_or_without_cpus(tmp_path: Path) -> None:
     nodes = {0: ("0-1", 32 * GIB), 1: ("2-3", 0), 2: ("", 64 * GIB)}
     topology = read_topology(Machine(nodes=nodes, allowed="0-3").write(tmp_path))
-    assert topology.nodes == (Node(0, (0, 1), 32 * GIB), Node(1, (2, 3), 0), Node(2, (), 64 * GIB))
+    assert topology.nodes == (Node(0, (0, 1), 32 * GIB, 16 * GIB), Node(1, (2, 3), 0, 0), Node(2, (), 64 * GIB, 32 * GIB))
 
 
 def test_cpuset_smaller_than_the_machine(tmp_path: Path) -> None:
     nodes = {0: ("0-15", 32 * GIB), 1: ("16-31", 32 * GIB)}
     topology = read_topology(Machine(nodes=nodes, allowed="14-17", mems="1").write(tmp_path))
     assert topology.cpus_allowed == (14, 15, 16, 17)
-    assert topology.nodes == (Node(0, (14, 15), 0), Node(1, (16, 17), 32 * GIB))
+    assert topology.nodes == (Node(0, (14, 15), 0), Node(1, (16, 17), 32 * GIB, 16 * GIB))
 
 
 def test_a_kernel_that_shows_no_nodes_is_one_node(tmp_path: Path) -> None:

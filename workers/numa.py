@@ -1,0 +1,92 @@
+"""What the kernel is asked about NUMA memory, by raw system calls: there is no libnuma to depend on.
+
+A refusal (containers without SYS_NICE get EPERM) costs speed, nothing else: it is returned as text for somebody to say once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+MPOL_PREFERRED = 1
+MPOL_BIND = 2
+_MASK_BITS = 1024
+_WORD = 64
+
+_NUMBERS = {"x86_64": {"mbind": 237, "set_mempolicy": 238}, "aarch64": {"mbind": 235, "set_mempolicy": 237}}
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """A mapping's pages that this process has in its page tables: bytes on each node, and the policy the kernel follows there."""
+
+    policy: str
+    bytes_on: dict[int, int]
+
+
+def bind_memory(address: int, length: int, node: int, *, strictly: bool = True) -> str:
+    """Asks for a mapping's pages, none of which may have been touched yet, to come from one node. For shared memory this holds for whoever
+    touches them first, in any process, and keeps automatic balancing from moving them.
+
+    strictly: never from another node, not even when the node is full. Returns what was refused, "" if nothing.
+    """
+    return _call("mbind", address, length, MPOL_BIND if strictly else MPOL_PREFERRED, node)
+
+
+def prefer_memory(node: int) -> str:
+    """Asks for the calling thread's, and its later threads', memory of a node where there is some. Returns what was refused."""
+    return _call("set_mempolicy", None, None, MPOL_PREFERRED, node)
+
+
+def run_on(cpus: Iterable[int]) -> str:
+    """Keeps the calling thread, and its later threads, on these CPUs. Returns what was refused, "" if nothing."""
+    wanted = sorted(cpus)
+    try:
+        os.sched_setaffinity(0, wanted)
+    except OSError as refusal:
+        return f"CPUs {','.join(map(str, wanted))}: {refusal.strerror}"
+    return ""
+
+
+def memory_use(address: int, path: str = "/proc/self/numa_maps") -> MemoryUse | None:
+    """What the kernel says of the mapping that begins at address; None if it says nothing (no NUMA in it, /proc hidden)."""
+    try:
+        with open(path) as file:
+            lines = file.read().splitlines()
+    except OSError:
+        return None
+    begin = f"{address:x} "
+    return next((parse_numa_maps_line(line) for line in lines if line.lstrip("0").startswith(begin)), None)
+
+
+def parse_numa_maps_line(line: str) -> MemoryUse:
+    """"7f00 bind:1 file=/memfd:x dirty=3 N1=3 kernelpagesize_kB=4" -> MemoryUse("bind:1", {1: 12288})."""
+    words = line.split()
+    counts, page = {}, 4096
+    for word in words[2:]:
+        name, _, value = word.partition("=")
+        if name == "kernelpagesize_kB":
+            page = int(value) * 1024
+        elif name[:1] == "N" and name[1:].isdigit():
+            counts[int(name[1:])] = int(value)
+    return MemoryUse(words[1], {node: count * page for node, count in counts.items()})
+
+
+def _call(name: str, address: int | None, length: int | None, mode: int, node: int) -> str:
+    machine = os.uname().machine
+    number = _NUMBERS.get(machine, {}).get(name)
+    if number is None:
+        return f"{name}: not known on {machine}"
+    if not 0 <= node < _MASK_BITS:
+        return f"{name}: node {node} is out of range"
+    mask = (ctypes.c_ulong * (_MASK_BITS // _WORD))()
+    mask[node // _WORD] = 1 << node % _WORD
+    where = [] if address is None else [ctypes.c_void_p(address), ctypes.c_ulong(length or 0)]
+    libc = ctypes.CDLL(None, use_errno=True)
+    bits = ctypes.c_ulong(_MASK_BITS)
+    flags = [] if address is None else [ctypes.c_uint(0)]
+    if libc.syscall(ctypes.c_long(number), *where, ctypes.c_long(mode), mask, bits, *flags):
+        return f"{name} to node {node}: {os.strerror(ctypes.get_errno())}"
+    return ""
