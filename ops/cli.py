@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from ops.commands import bench, chat, convert, generate, health, inspect, logits, serve, verify, version
+from ops.commands import bench, chat, convert, generate, health, inspect, logits, models_admin, serve, top, verify, version, workers
 from ops.commands.common import USAGE, describe_failure
 
 app = typer.Typer(
@@ -25,7 +25,7 @@ app = typer.Typer(
 
 
 @app.callback(invoke_without_command=True)
-def top(
+def root(
     context: typer.Context,
     show_version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
 ) -> None:
@@ -37,7 +37,7 @@ def top(
         raise typer.Exit(USAGE)
 
 
-for module in (serve, generate, chat, convert, inspect, verify, logits, bench, health, version):
+for module in (serve, generate, chat, top, workers, models_admin, convert, inspect, verify, logits, bench, health, version):
     module.register(app)
 
 

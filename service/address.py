@@ -7,7 +7,7 @@ from pathlib import Path
 
 from service.config import ConfigError, ServeConfig
 
-_LONGEST_SOCKET_PATH = 107  # bytes: sun_path of unix(7) without its final zero
+LONGEST_SOCKET_PATH = 107  # bytes: sun_path of unix(7) without its final zero
 
 
 def check_address(config: ServeConfig) -> None:
@@ -26,13 +26,13 @@ def _check_path(path: Path) -> None:
         raise ConfigError(f"cannot listen on {path}: {path.parent} is not a directory; make it first")
     if path.exists() and not path.is_socket():
         raise ConfigError(f"cannot listen on {path}: it exists and is no socket; choose another path")
-    if len(bytes(path)) > _LONGEST_SOCKET_PATH:
-        raise ConfigError(f"cannot listen on {path}: a socket's path has at most {_LONGEST_SOCKET_PATH} bytes; choose a shorter one")
-    if path.exists() and _answers(path):
+    if len(bytes(path)) > LONGEST_SOCKET_PATH:
+        raise ConfigError(f"cannot listen on {path}: a socket's path has at most {LONGEST_SOCKET_PATH} bytes; choose a shorter one")
+    if path.exists() and answers(path):
         raise ConfigError(f"cannot listen on {path}: another server does; stop it or choose another path")
 
 
-def _answers(path: Path) -> bool:
+def answers(path: Path) -> bool:
     """Whether somebody listens there. gRPC would take the path away from a server that does, as from one that was killed."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as trial:
         trial.setblocking(False)

@@ -6,12 +6,16 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
 from engine_c.structs import KV_FORMATS
 
 _PREFIX = "COLIBRI_"
+_OTHERS = ("CACHE", "ISA")  # read by cache_dir and by the engine
+# What Kubernetes puts into the pods beside a Service called colibri or colibri-SOMETHING, as NAME=VALUE.
+_KUBERNETES = re.compile(r"COLIBRI(_\w+)?_(SERVICE_HOST=|SERVICE_PORT(_\w+)?=|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?=|PORT=\w+://).*")
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 Load = Literal["auto", "map", "memfd"]
 FrontLane = Literal["auto", "on", "off"]
@@ -33,6 +37,12 @@ class ServeConfig:
     unix_socket: str = ""  # listen on this path instead of host and port
     metrics_host: str = "127.0.0.1"
     metrics_port: int | None = None  # Prometheus over HTTP; 0: any free one; None: none
+
+    operator_socket: str = "auto"  # where operators ask: a path, "none", or "auto": by port in runtime_dir()
+    operator_address: str = ""  # host:port for operators elsewhere, with mutual TLS:
+    operator_cert: str = ""  # the server's certificate,
+    operator_key: str = ""  # its key, and
+    operator_ca: str = ""  # the authority that signs operators' certificates; all PEM files
 
     load: Load = "auto"  # weights: "map" the file, copy to a sealed "memfd" on huge pages, or "auto": the copy if memory is plenty
     workers_per_node: int | None = None  # worker processes; 0: compute in this process; None: planned
@@ -121,6 +131,12 @@ class ServeConfig:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}: it must be one of {', '.join(allowed)}")
         if not self.host and not self.unix_socket:
             raise ConfigError("host is empty: give an address such as 127.0.0.1 or 0.0.0.0")
+        files = {name: getattr(self, name) for name in ("operator_cert", "operator_key", "operator_ca")}
+        missing = [name for name, value in files.items() if not value]
+        if self.operator_address and missing:
+            raise ConfigError(f"operator_address is set without {', '.join(missing)}: over TCP operators need mutual TLS")
+        if not self.operator_address and len(missing) < len(files):
+            raise ConfigError("operator_cert, operator_key and operator_ca are for operator_address, which is not set")
 
 
 _RANGES: dict[str, tuple[float, float]] = {
@@ -155,6 +171,23 @@ def cache_dir(environ: Mapping[str, str] | None = None) -> Path:
     if own := environ.get(_PREFIX + "CACHE"):
         return Path(own).expanduser()
     return Path(environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "colibri"
+
+
+def runtime_dirs(environ: Mapping[str, str] | None = None) -> tuple[Path, ...]:
+    """Folders for the operators' sockets of this user's servers, the first being where new ones go."""
+    environ = os.environ if environ is None else environ
+    shared = Path(f"/tmp/colibri-{os.getuid()}")
+    session = environ.get("XDG_RUNTIME_DIR")
+    return (Path(session) / "colibri", shared) if session else (shared,)
+
+
+def unknown_variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """COLIBRI_* variables that mean nothing, with the one that may have been meant or "". Kubernetes' own are not among them."""
+    environ = os.environ if environ is None else environ
+    known = [_PREFIX + name for name in (*(field.name.upper() for field in fields(ServeConfig)), *_OTHERS)]
+    ours = {name: value for name, value in environ.items() if name.startswith(_PREFIX) and name not in known}
+    strange = [name for name, value in ours.items() if not _KUBERNETES.fullmatch(f"{name}={value}")]
+    return {name: next(iter(get_close_matches(name, known, n=1, cutoff=0.75)), "") for name in sorted(strange)}
 
 
 def parse_bytes(text: str) -> int:

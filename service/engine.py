@@ -152,6 +152,11 @@ class EngineThread:
         with self._lock:
             return self._scheduler.stats(), self._totals
 
+    @property
+    def thread_id(self) -> int | None:
+        """The system's number of the thread, once it runs."""
+        return self._thread.native_id
+
     def check_integrity(self) -> None:
         """Raises if the scheduler's books do not balance."""
         with self._lock:

@@ -82,6 +82,7 @@ class Hosted:
         self.desk = Desk(self.engine, stream_limit=config.stream_buffer_tokens, stream_patience=config.stream_patience)
         self.loaded_at = time.monotonic()
         self.state = ModelState.LOADING
+        self.changes = asyncio.Lock()  # of the workers: one after the other
         self._gone_since: float | None = None
         self._users = 0
         self._unused = asyncio.Event()
@@ -181,8 +182,7 @@ class Hosted:
         """What the metrics tell. Any thread."""
         scheduler, totals = self.engine.stats()
         workers = self.team.supervisor.snapshot()
-        restarts = sum(worker.restarts for worker in workers.workers)
-        return Snapshot(scheduler, totals, workers.ready, workers.wanted, restarts)
+        return Snapshot(scheduler, totals, workers.ready, workers.wanted, workers.restarts)
 
     def _anyone_computes(self) -> bool:
         session = self.team.session

@@ -117,7 +117,7 @@ class ModelHost:
 
         Going away from the call does not stop it.
         """
-        return await self._change(self._load(path, name, settings or {}))
+        return await self.see_through(self._load(path, name, settings or {}))
 
     async def unload(self, name: str, *, grace: float | None = None) -> int:
         """Takes a model away: its requests have `grace` seconds (the server's drain grace) to finish. Returns how many were broken off."""
@@ -128,7 +128,7 @@ class ModelHost:
         if hosted.state is not ModelState.READY:
             raise _not_ready(hosted.name, "is being unloaded already")
         hosted.move(ModelState.DRAINING)
-        return await self._change(self._unload(hosted, self._config.drain_grace if grace is None else grace))
+        return await self.see_through(self._unload(hosted, self._config.drain_grace if grace is None else grace))
 
     async def swap(self, name: str) -> Swapped:
         """Makes a loaded model the default once its engine is between two steps. Raises OperatorFault; nothing has changed then."""
@@ -174,7 +174,7 @@ class ModelHost:
 
     # ------------------------------------------------------------ changes
 
-    async def _change(self, work: Coroutine[Any, Any, _T]) -> _T:
+    async def see_through(self, work: Coroutine[Any, Any, _T]) -> _T:
         """Sees a change through even if the operator that asked for it has gone."""
         if self._draining:
             work.close()
@@ -229,7 +229,7 @@ class ModelHost:
 
     async def _check_memory(self, config: ServeConfig) -> None:
         """Refuses what does not fit before anything is made for it."""
-        mapped = sum(hosted.team.segment.bytes for hosted in self.models if hosted.team.segment.mode == "map")
+        mapped = sum(hosted.team.image.bytes for hosted in self.models if hosted.team.image.mode == "map")
         try:
             need = await asyncio.to_thread(memory_need, config.model, team_config(config), in_use=mapped)
         except NoRoom as error:

@@ -23,12 +23,13 @@ from grpc_reflection.v1alpha import reflection
 from colibri.v1 import inference_pb2, inference_pb2_grpc
 from service.address import check_address
 from service.artifact import read_artifact
-from service.config import ConfigError, ServeConfig
+from service.config import ConfigError, ServeConfig, unknown_variables
 from service.health import LIVENESS, READINESS, HealthServicer
 from service.hosted import Hosted
 from service.inference import InferenceServicer
 from service.metrics import Metrics, Snapshot
 from service.models import ModelHost
+from service.operator_server import OperatorServer
 from service.reading import ReadingInterceptor
 
 log = logging.getLogger("colibri.service")
@@ -57,6 +58,12 @@ def channel_options(max_message_bytes: int) -> list[tuple[str, int]]:
     ]
 
 
+def _warn_of_unknown_variables() -> None:
+    for name, meant in unknown_variables().items():
+        hint = f"; {meant} was meant?" if meant else ""
+        log.warning("the environment variable %s means nothing to this version and is ignored%s", name, hint)
+
+
 class Server:
     """Models behind one address. `run()` is its whole life; startup, serve and shutdown are its parts, for one event loop."""
 
@@ -65,6 +72,7 @@ class Server:
         self.metrics = Metrics()
         self.host = ModelHost(config, self.metrics)
         self.health = HealthServicer()
+        self.operators = OperatorServer(self.host, config)
         self.port = 0  # bound; 0 on a unix socket
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
@@ -101,6 +109,7 @@ class Server:
 
     async def _start(self) -> None:
         config, undo = self.config, self._undo
+        _warn_of_unknown_variables()
         artifact = read_artifact(config.model)
         await asyncio.to_thread(check_address, config)
         undo.push_async_callback(self.host.close)
@@ -109,10 +118,13 @@ class Server:
         undo.callback(self.metrics.close)
         self._start_metrics()
         await self._listen()
+        await self.operators.start(self.port)
+        undo.push_async_callback(self.operators.stop)
         self._watch = asyncio.create_task(self._watch_engines())
         undo.callback(self._watch.cancel)
         self._look_at_engines()
         log.info("serving %s on %s (worker processes: %d)", self.default.name, self._listening, len(self.default.team.plan.workers))
+        log.info("operators: %s", ", ".join(self.operators.places) or "nowhere")
 
     @property
     def target(self) -> str:

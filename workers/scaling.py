@@ -53,13 +53,16 @@ class Scaling:
         self._drained: frozenset[int] = frozenset()
         self._lock = threading.Lock()
 
-    def scale(self, node: int, *, workers: int | None, threads: int | None, timeout: float) -> TeamPlan:
-        """Gives a node so many workers of so many lanes; None leaves that as it is. Workers drained before count as wanted again."""
+    def scale(self, node: int | None, *, workers: int | None, threads: int | None, timeout: float) -> TeamPlan:
+        """Gives a node (None: every one) so many workers of so many lanes; None leaves that as it is. Drained workers are wanted again."""
         with self._turn(timeout) as deadline:
-            before = self._wishes.get(node, self._default)
-            wish = NodeWish(before.workers if workers is None else workers, before.threads if threads is None else threads)
-            theirs = {spec.index for spec in self.plan.drained if spec.node == node}
-            return self._change({**self._wishes, node: wish}, self._drained - theirs, deadline)
+            nodes = [node] if node is not None else [known.id for known in self._topology.nodes if known.cpus]
+            wishes = dict(self._wishes)
+            for place in nodes:
+                before = wishes.get(place, self._default)
+                wishes[place] = NodeWish(before.workers if workers is None else workers, before.threads if threads is None else threads)
+            theirs = {spec.index for spec in self.plan.drained if spec.node in nodes}
+            return self._change(wishes, self._drained - theirs, deadline)
 
     def drain_worker(self, index: int, timeout: float) -> TeamPlan:
         """Sends a worker away for good. KeyError if there is no such worker; one that is drained already stays so."""

@@ -108,8 +108,10 @@ class Team:
         scaling = Scaling(supervisor, topology, plan, default=wish, front_lane=config.front_lane, smt=config.smt)
         return cls(image=image, model=model, session=session, supervisor=supervisor, scaling=scaling, topology=topology)
 
-    def scale(self, node: int, *, workers: int | None = None, threads: int | None = None, timeout: float = 30.0) -> TeamPlan:
-        """Gives a node so many workers of so many lanes (None: as it is), while the session steps. Returns the plan once it holds.
+    def scale(self, node: int | None, *, workers: int | None = None, threads: int | None = None, timeout: float = 30.0) -> TeamPlan:
+        """Gives a node (None: all) so many workers of so many lanes (None: as it is), while the session steps.
+
+        Returns the plan once it holds.
 
         ScaleError if that can't be had, within timeout seconds, with the former workers put back. The same again changes nothing.
         """

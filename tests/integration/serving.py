@@ -101,7 +101,8 @@ class Serving:
 @contextlib.contextmanager
 def serving(model: Path, **settings: object) -> Iterator[Serving]:
     """A server in this process, computing in this process unless told otherwise."""
-    config = ServeConfig(**({"model": model, "port": 0, "kv_memory": 16 << 20, "workers_per_node": 0} | settings))  # type: ignore[arg-type]
+    usual = {"model": model, "port": 0, "kv_memory": 16 << 20, "workers_per_node": 0, "operator_socket": "none"}
+    config = ServeConfig(**(usual | settings))  # type: ignore[arg-type]
     started: list[Serving | BaseException] = []
     ready = threading.Event()
 
@@ -153,7 +154,7 @@ class Process:
 def serving_process(model: Path, folder: Path, **settings: object) -> Iterator[Process]:
     """Starts `Server.run` in a process, listening on a socket in `folder`."""
     socket, log = folder / "colibri.sock", folder / "server.log"
-    values = {"model": model, "unix_socket": socket, "kv_memory": "16M"} | settings
+    values = {"model": model, "unix_socket": socket, "kv_memory": "16M", "operator_socket": "none"} | settings
     environ = os.environ | {f"COLIBRI_{name.upper()}": str(value) for name, value in values.items()}
     program = "import logging; from service.config import ServeConfig; from service.server import Server\n"
     program += "logging.basicConfig(level='INFO'); Server(ServeConfig.from_env()).run()"

@@ -13,7 +13,7 @@ from engine_c import Model
 from ops.convert import convert
 from ops.convert.gguf_tokenizer import rebuild_tokenizer
 from service.artifact import read_artifact
-from service.served import ServedModel, make_served
+from service.served import ServedModel, load_texts, make_served
 from tests.unit.ops import sentencepieces
 from tests.unit.ops.checkpoints import Small, write_folder, write_gguf
 
@@ -34,7 +34,8 @@ def rebuilt(**changes: object) -> str:
 
 def served(path: Path) -> ServedModel:
     with Model.open(path) as model:
-        return make_served(read_artifact(path), model.info, name="m", kv_tokens=256, default_max_tokens=16)
+        artifact = read_artifact(path)
+        return make_served(artifact, model.info, *load_texts(artifact), name="m", kv_tokens=256, default_max_tokens=16)
 
 
 def from_gguf(tmp_path: Path, *, add_bos: bool = True, template: str = TEMPLATE, tokenizer: str = "auto") -> ServedModel:

@@ -1,0 +1,294 @@
+"""The handlers of colibri.v1.Operator. What takes long runs in a thread, or as a task that outlives the call that asked for it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
+
+from colibri.v1 import operator_pb2 as pb, operator_pb2_grpc
+from service.errors import refusal
+from service.faults import Fault, InvalidField, OperatorFault
+from service.hosted import Hosted
+from service.models import ModelHost
+from service.operator_messages import machine_message, model_message, placement_message, workers_of
+from service.stats import Look, look_at, model_stats
+from workers.plan import PlanError
+from workers.team import ScaleError, Team
+from workers.topology import read_topology
+
+log = logging.getLogger("colibri.service")
+_Context = grpc.aio.ServicerContext[Any, Any]
+_Result = TypeVar("_Result")
+_MOST = 255  # workers of a node, threads of a worker
+_INTERVAL_MS = (50, 60_000)
+_DEFAULT_INTERVAL_MS = 1000
+_LONGEST_GRACE = 86400.0  # seconds
+_DRAIN_SECONDS = 60.0  # for workers to leave: the step that runs, then TERM, then KILL
+
+
+class OperatorServicer(operator_pb2_grpc.OperatorServicer):
+    """Changes the host and its teams; holds no state of its own."""
+
+    def __init__(self, host: ModelHost, *, start_timeout: float) -> None:
+        """`start_timeout`: seconds that workers which are asked for may take to join."""
+        self._host = host
+        self._start_timeout = start_timeout
+        self._since = time.monotonic()
+        self._closing = asyncio.Event()
+
+    def close(self) -> None:
+        """Ends the watchers' streams, as at a regular end."""
+        self._closing.set()
+
+    # ------------------------------------------------------------ machine and workers
+
+    async def Topology(self, request: pb.TopologyRequest, context: _Context) -> pb.TopologyResponse:
+        """The machine, and where weights lie."""
+
+        async def work() -> pb.TopologyResponse:
+            response = machine_message(await asyncio.to_thread(read_topology))
+            for hosted in self._meant(request.model):
+                response.placements.append(await _aside(hosted, placement_message))
+            return response
+
+        return await _answer(context, work)
+
+    async def ListWorkers(self, request: pb.ListWorkersRequest, context: _Context) -> pb.ListWorkersResponse:
+        """Workers of one model or of all."""
+
+        async def work() -> pb.ListWorkersResponse:
+            response = pb.ListWorkersResponse()
+            for hosted in self._meant(request.model):
+                response.workers.extend(await _aside(hosted, workers_of))
+            return response
+
+        return await _answer(context, work)
+
+    async def ScaleWorkers(self, request: pb.ScaleWorkersRequest, context: _Context) -> pb.ScaleWorkersResponse:
+        """As many workers and threads as wished for, or all as before."""
+
+        async def work() -> pb.ScaleWorkersResponse:
+            workers = _within(request, "workers", 0) if request.HasField("workers") else None
+            threads = _within(request, "threads", 1) if request.HasField("threads") else None
+            if workers is None and threads is None:
+                raise InvalidField("workers", "is missing, and threads too; say how many there are to be")
+            node = request.node if request.HasField("node") else None
+            hosted = self._changeable(request.model, node)
+            timeout = self._start_timeout + _DRAIN_SECONDS
+            await self._change(hosted, lambda team: team.scale(node, workers=workers, threads=threads, timeout=timeout))
+            return pb.ScaleWorkersResponse(workers=await _aside(hosted, workers_of))
+
+        return await _answer(context, work)
+
+    async def Drain(self, request: pb.DrainRequest, context: _Context) -> pb.DrainResponse:
+        """A worker or a node's workers go, and none come in their place."""
+
+        async def work() -> pb.DrainResponse:
+            what = request.WhichOneof("what")
+            if what is None:
+                raise InvalidField("what", "is missing; set one of worker, node")
+
+            hosted = self._changeable(request.model, request.node if what == "node" else None)
+            if what == "node":
+                await self._change(hosted, lambda team: team.drain_node(request.node, timeout=_DRAIN_SECONDS))
+            else:
+                await self._change(hosted, lambda team: team.drain_worker(request.worker, timeout=_DRAIN_SECONDS))
+            return pb.DrainResponse(workers=await _aside(hosted, workers_of))
+
+        return await _answer(context, work)
+
+    async def RestartWorker(self, request: pb.RestartWorkerRequest, context: _Context) -> pb.RestartWorkerResponse:
+        """One worker anew."""
+
+        async def work() -> pb.RestartWorkerResponse:
+            hosted, timeout = self._changeable(request.model), self._start_timeout + _DRAIN_SECONDS
+            await self._change(hosted, lambda team: team.restart_worker(request.worker, timeout=timeout))
+            workers = await _aside(hosted, workers_of)
+            return pb.RestartWorkerResponse(worker=next((worker for worker in workers if worker.index == request.worker), None))
+
+        return await _answer(context, work)
+
+    # ------------------------------------------------------------ models
+
+    async def ListLoadedModels(self, request: pb.ListLoadedModelsRequest, context: _Context) -> pb.ListLoadedModelsResponse:
+        """All models, those that are being loaded last."""
+
+        async def work() -> pb.ListLoadedModelsResponse:
+            response = pb.ListLoadedModelsResponse()
+            for hosted in self._host.models:
+                response.models.append(await _aside(hosted, model_message))
+            response.models.extend(pb.LoadedModel(name=name, state=pb.MODEL_STATE_LOADING) for name in self._host.coming)
+            return response
+
+        return await _answer(context, work)
+
+    async def LoadModel(self, request: pb.LoadModelRequest, context: _Context) -> pb.LoadModelResponse:
+        """A further model."""
+
+        async def work() -> pb.LoadModelResponse:
+            began = time.perf_counter()
+            if not request.path:
+                raise InvalidField("path", "is empty; name a .colibri file")
+            hosted = await self._host.load(Path(request.path), name=request.name, settings=_settings(request))
+            message = await _aside(hosted, model_message)
+            return pb.LoadModelResponse(model=message, load_ms=1e3 * (time.perf_counter() - began))
+
+        return await _answer(context, work)
+
+    async def UnloadModel(self, request: pb.UnloadModelRequest, context: _Context) -> pb.UnloadModelResponse:
+        """One model less."""
+
+        async def work() -> pb.UnloadModelResponse:
+            if not request.name:
+                raise InvalidField("name", "is empty; name the model to unload")
+            grace = request.grace_seconds if request.HasField("grace_seconds") else None
+            if grace is not None and not 0 <= grace <= _LONGEST_GRACE:
+                raise InvalidField("grace_seconds", f"is {grace}; it must lie between 0 and {_LONGEST_GRACE:.0f}")
+            return pb.UnloadModelResponse(broken_off=await self._host.unload(request.name, grace=grace))
+
+        return await _answer(context, work)
+
+    async def SwapModel(self, request: pb.SwapModelRequest, context: _Context) -> pb.SwapModelResponse:
+        """Another default."""
+
+        async def work() -> pb.SwapModelResponse:
+            swapped = await self._host.swap(request.name)
+            message = await _aside(swapped.model, model_message)
+            return pb.SwapModelResponse(model=message, previous=swapped.previous, swap_ms=1e3 * swapped.seconds)
+
+        return await _answer(context, work)
+
+    # ------------------------------------------------------------ statistics
+
+    async def WatchStats(self, request: pb.WatchStatsRequest, context: _Context) -> AsyncIterator[pb.WatchStatsResponse]:
+        """A message each interval. The next is made once the last has gone out, so a slow watcher holds up itself alone."""
+        try:
+            interval = _interval(request)
+            self._meant(request.model)
+        except Fault as fault:
+            await _refuse(context, fault)
+        before: dict[str, Look] = {}
+        told = self._since
+        due = time.monotonic()
+        while not self._closing.is_set():
+            now = time.monotonic()
+            response = pb.WatchStatsResponse(uptime_seconds=now - self._since, interval_seconds=now - told)
+            looks: dict[str, Look] = {}
+            for hosted in self._watched(request.model):
+                look = looks[hosted.name] = await _aside(hosted, partial(look_at, experts=_experts(request)))
+                response.models.append(model_stats(hosted, _same(before.get(hosted.name), hosted), look))
+            before, told = looks, now
+            yield response
+            due = max(due + interval, time.monotonic())
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._closing.wait(), due - time.monotonic())
+
+    # ------------------------------------------------------------ what they share
+
+    def _meant(self, model: str) -> list[Hosted]:
+        """The models a request is about: all if it names none."""
+        return [self._host.find(model)] if model else list(self._host.models)
+
+    def _watched(self, model: str) -> list[Hosted]:
+        """As _meant, but a model that has gone meanwhile is no error."""
+        return [hosted for hosted in self._host.models if model in ("", hosted.name)]
+
+    def _changeable(self, model: str, node: int | None = None) -> Hosted:
+        """The model whose workers are to be changed. Raises OperatorFault, also if it has no such node to compute on."""
+        hosted = self._host.find(model)
+        if not hosted.takes_requests:
+            raise OperatorFault("FAILED_PRECONDITION", "MODEL_NOT_READY", f"model {hosted.name!r} is being unloaded", model=hosted.name)
+        nodes = [known.id for known in hosted.team.topology.nodes if known.cpus]
+        if node is not None and node not in nodes:
+            sentence = f"there is no node {node} with CPUs that may be used; there is {', '.join(map(str, nodes))}"
+            raise OperatorFault("NOT_FOUND", "UNKNOWN_NODE", sentence, node=str(node))
+        return hosted
+
+    async def _change(self, hosted: Hosted, change: Callable[[Team], object]) -> None:
+        """Sees a change of a model's team through, whatever becomes of the call; changes of one team follow one another."""
+
+        async def work() -> None:
+            async with hosted.changes:
+                await _aside(hosted, lambda _: change(hosted.team))
+
+        try:
+            await self._host.see_through(work())
+        except KeyError as error:
+            raise OperatorFault("NOT_FOUND", "UNKNOWN_WORKER", f"model {hosted.name!r} has no worker {error.args[0]}") from error
+        except ScaleError as error:
+            if isinstance(error.__cause__, PlanError):
+                raise InvalidField("workers", str(error)) from error
+            raise OperatorFault("ABORTED", "SCALE_FAILED", str(error)) from error
+
+
+def _settings(request: pb.LoadModelRequest) -> dict[str, object]:
+    """What a model is to have otherwise than the server's own settings say."""
+    settings: dict[str, object] = {}
+    if request.HasField("workers_per_node"):
+        settings["workers_per_node"] = _within(request, "workers_per_node", 0)
+    if request.HasField("threads_per_worker"):
+        settings["threads_per_worker"] = _within(request, "threads_per_worker", 1)
+    if request.HasField("kv_memory"):
+        settings["kv_memory"] = request.kv_memory
+    if request.load:
+        settings["load"] = request.load
+    return settings
+
+
+def _within(request: pb.LoadModelRequest | pb.ScaleWorkersRequest, field: str, least: int) -> int:
+    value: int = getattr(request, field)
+    if not least <= value <= _MOST:
+        raise InvalidField(field, f"is {value}; it must lie between {least} and {_MOST}")
+    return value
+
+
+def _interval(request: pb.WatchStatsRequest) -> float:
+    """Seconds."""
+    wish = request.interval_ms if request.HasField("interval_ms") else _DEFAULT_INTERVAL_MS
+    least, most = _INTERVAL_MS
+    if not least <= wish <= most:
+        raise InvalidField("interval_ms", f"is {wish}; it must lie between {least} and {most}")
+    return wish / 1000
+
+
+def _experts(request: pb.WatchStatsRequest) -> bool:
+    return request.experts if request.HasField("experts") else True
+
+
+def _same(look: Look | None, hosted: Hosted) -> Look | None:
+    """A look from before, unless another model had the name then."""
+    return look if look is not None and look.at >= hosted.loaded_at else None
+
+
+async def _aside(hosted: Hosted, work: Callable[[Hosted], _Result]) -> _Result:
+    """Runs in a thread what may wait for the supervisor; the model stays open meanwhile."""
+    with hosted.in_use():
+        return await asyncio.to_thread(work, hosted)
+
+
+async def _answer(context: _Context, work: Callable[[], Awaitable[_Result]]) -> _Result:
+    """Runs a handler; a Fault becomes the call's status, and so does a bug of ours."""
+    try:
+        return await work()
+    except Exception as error:
+        if isinstance(error, grpc.aio.BaseError):
+            raise
+        if not isinstance(error, Fault):
+            log.exception("an operator's call failed")
+        await _refuse(context, error)
+    raise AssertionError("context.abort returned")
+
+
+async def _refuse(context: _Context, error: Exception) -> None:
+    """Ends the call; does not return."""
+    status = refusal(error).status()
+    await context.abort(status.code, status.details or "", status.trailing_metadata or ())

@@ -1,0 +1,120 @@
+"""What a model did between two looks at it, for operators who watch. Taking a look costs a few file reads and holds up nobody."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from colibri.v1 import operator_pb2 as pb
+from service.engine import EngineTotals
+from service.hosted import Hosted
+from service.operator_messages import MODEL_STATES, worker_message
+from service.plan import SchedulerStats
+from workers.supervisor import SupervisorSnapshot
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """A model at a moment. CPU times are nanoseconds of its lanes' threads, by worker index; `front_ns` that of the front end's lane."""
+
+    at: float  # time.monotonic()
+    scheduler: SchedulerStats
+    totals: EngineTotals
+    tokens: int
+    workers: SupervisorSnapshot
+    experts: npt.NDArray[np.uint64] | None
+    cpu_ns: dict[int, int] = field(default_factory=dict)
+    front_ns: int = 0
+
+
+def look_at(hosted: Hosted, *, experts: bool) -> Look:
+    """Any thread, as long as the team stays open."""
+    scheduler, totals = hosted.engine.stats()
+    workers = hosted.team.supervisor.snapshot()
+    return Look(
+        at=time.monotonic(),
+        scheduler=scheduler,
+        totals=totals,
+        tokens=hosted.desk.tokens,
+        workers=workers,
+        experts=hosted.team.session.expert_counts() if experts else None,
+        cpu_ns={worker.index: _process_ns(worker.pid) for worker in workers.workers if worker.pid is not None},
+        front_ns=_thread_ns(Path(f"/proc/self/task/{hosted.engine.thread_id}")) if hosted.team.session.options.front_lane else 0,
+    )
+
+
+def model_stats(hosted: Hosted, before: Look | None, now: Look) -> pb.ModelStats:
+    """The difference; with nothing before, since the model was loaded."""
+    old = before.totals if before is not None else EngineTotals()
+    seconds = max(1e-9, now.at - (before.at if before is not None else hosted.loaded_at))
+    pool, totals = now.scheduler.pool, now.totals
+    workers = _worker_stats(hosted, before, now, seconds)
+    stats = pb.ModelStats(
+        model=hosted.name,
+        state=MODEL_STATES[hosted.state],
+        running=now.scheduler.running,
+        waiting=now.scheduler.waiting,
+        waiting_tokens=now.scheduler.waiting_tokens,
+        kv_blocks_held=pool.held,
+        kv_blocks_cached=pool.cached,
+        kv_blocks=pool.total,
+        steps=totals.steps - old.steps,
+        rows=totals.rows - old.rows,
+        tokens=now.tokens - (before.tokens if before is not None else 0),
+        step_ms=(totals.step_ns - old.step_ns) / 1e6,
+        wait_ms=(totals.wait_ns - old.wait_ns) / 1e6,
+        serial_ms=(totals.serial_ns - old.serial_ns) / 1e6,
+        lanes=totals.lanes,
+        lanes_busy=_lanes_busy(hosted, before, now, workers, seconds),
+        workers=workers,
+        preemptions=now.scheduler.preemptions - (before.scheduler.preemptions if before is not None else 0),
+        worker_restarts=now.workers.restarts - (before.workers.restarts if before is not None else 0),
+    )
+    if now.experts is not None:
+        counts = now.experts if before is None or before.experts is None else now.experts - before.experts
+        stats.experts.extend(pb.ExpertCounts(tokens=layer) for layer in counts.tolist())
+    return stats
+
+
+def _worker_stats(hosted: Hosted, before: Look | None, now: Look, seconds: float) -> list[pb.WorkerStats]:
+    old = {worker.index: worker for worker in before.workers.workers} if before is not None else {}
+    stats = []
+    for worker in now.workers.workers:
+        was = old.get(worker.index)
+        same = was is not None and was.pid == worker.pid
+        tasks = worker.tasks - (was.tasks if was is not None and same else 0)
+        spent = now.cpu_ns.get(worker.index, 0) - (before.cpu_ns.get(worker.index, 0) if before is not None and same else 0)
+        busy = _share(spent, seconds, len(worker.lanes))
+        stats.append(pb.WorkerStats(worker=worker_message(hosted.name, worker), tasks=max(0, tasks), busy=busy))
+    return stats
+
+
+def _lanes_busy(hosted: Hosted, before: Look | None, now: Look, workers: list[pb.WorkerStats], seconds: float) -> float:
+    front = int(bool(hosted.team.session.options.front_lane))
+    lanes = front + sum(len(stats.worker.lanes) for stats in workers)
+    busy = sum(stats.busy * len(stats.worker.lanes) for stats in workers)
+    busy += _share(now.front_ns - (before.front_ns if before is not None else 0), seconds, front)
+    return min(1.0, busy / lanes) if lanes else 0.0
+
+
+def _share(spent_ns: int, seconds: float, lanes: int) -> float:
+    return min(1.0, max(0.0, spent_ns / 1e9 / seconds / lanes)) if lanes else 0.0
+
+
+def _process_ns(pid: int) -> int:
+    try:
+        return sum(_thread_ns(task) for task in Path(f"/proc/{pid}/task").iterdir())
+    except OSError:  # it has just ended
+        return 0
+
+
+def _thread_ns(task: Path) -> int:
+    """CPU time of a thread so far, to the nanosecond."""
+    try:
+        return int((task / "schedstat").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return 0
