@@ -13,7 +13,7 @@ from ops.bench.bandwidth import Meter
 from ops.bench.limits import MachineLimits
 from ops.bench.measure import OURS, Row
 from ops.bench.peers.gguf_model import FIRST_WORD
-from ops.bench.peers.llama_server import ask_checked, ask_streams, running
+from ops.bench.peers.llama_server import ask_streams, running
 from ops.bench.peers.output import distinct_words, streams_rate
 from ops.bench.peers.programs import Peer, llama_bench
 from ops.bench.peers.torch_process import TorchProcess
@@ -125,8 +125,8 @@ class LlamaPrograms:
         words = range(FIRST_WORD, self.vocab)
         tokens = case.context + case.answer
         with running(self.peer, self.model, streams=case.streams, tokens=tokens, threads=self.threads) as server:
-            ask_streams(server, streams=case.streams, prompt=8, answer=4, vocab=words, seed=0)  # warms up
-            answers = ask_checked(
+            ask_streams(server, streams=case.streams, prompt=8, answer=8, vocab=words, seed=0)  # warms up
+            answers = ask_streams(
                 server, streams=case.streams, prompt=case.context, answer=case.answer, vocab=words, seed=seed
             )
         return Result(streams_rate(answers), {"distinct": distinct_words(answer.text for answer in answers)})

@@ -9,14 +9,13 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from ops.bench.measure import BenchError
-from ops.bench.peers.output import Answered, check_answers, read_completion
+from ops.bench.peers.output import Answered, check_answers, read_completions
 from ops.bench.peers.programs import Peer
 from ops.bench.served import free_port, stop
 
@@ -88,41 +87,27 @@ def _wait_healthy(server: Server) -> None:
 
 
 def ask_streams(server: Server, *, streams: int, prompt: int, answer: int, vocab: range, seed: int) -> list[Answered]:
-    """One request a stream at once, each with random tokens of its own, greedy, past the end of sequence, nothing cached or streamed.
-    BenchError if the server fails or did something else than that."""
+    """One request with a prompt of random tokens of its own for each stream, so that all are let in at once; greedy, past the end of
+    sequence, nothing cached or streamed. BenchError if the server fails or did something else than that."""
     numbers = random.Random(seed)
-    bodies = [completion_request([numbers.choice(vocab) for _ in range(prompt)], answer) for _ in range(streams)]
-    with ThreadPoolExecutor(streams) as pool:
-        try:
-            answers = list(pool.map(lambda body: _ask(server, body), bodies))
-        except BaseException:
-            stop(server.process)  # frees the threads that still wait for an answer
-            raise
-    return answers
-
-
-def ask_checked(server: Server, *, streams: int, prompt: int, answer: int, vocab: range, seed: int) -> list[Answered]:
-    """As ask_streams, and sure that every stream did all of it, by itself, while the others did."""
-    answers = ask_streams(server, streams=streams, prompt=prompt, answer=answer, vocab=vocab, seed=seed)
-    check_answers(answers, prompt=prompt, answer=answer)
-    return answers
-
-
-def completion_request(tokens: list[int], answer: int) -> bytes:
-    """The body of POST /completion."""
-    greedy = {"samplers": ["top_k"], "top_k": 1, "temperature": 0.0}  # no sort of the whole vocabulary
-    wish = {"prompt": tokens, "n_predict": answer, "ignore_eos": True, "cache_prompt": False, "stream": False} | greedy
-    return json.dumps(wish).encode()
-
-
-def _ask(server: Server, body: bytes) -> Answered:
+    body = completion_request([[numbers.choice(vocab) for _ in range(prompt)] for _ in range(streams)], answer)
+    begin = time.monotonic()
     try:
-        status, answer = _call(server.port, "POST", "/completion", body, timeout=_ANSWER_SECONDS)
+        status, found = _call(server.port, "POST", "/completion", body, timeout=_ANSWER_SECONDS)
     except (OSError, http.client.HTTPException) as cause:
         raise server.failure(f"gave no answer ({cause!r})") from cause
     if status != 200:
-        raise BenchError(f"{server.name}'s llama-server answered with HTTP status {status}: {answer[:500]!r}")
-    return read_completion(answer, ended=time.monotonic())
+        raise BenchError(f"{server.name}'s llama-server answered with HTTP status {status}: {found[:500]!r}")
+    answers = read_completions(found)
+    check_answers(answers, streams=streams, prompt=prompt, answer=answer, seconds=time.monotonic() - begin)
+    return answers
+
+
+def completion_request(prompts: list[list[int]], answer: int) -> bytes:
+    """The body of POST /completion."""
+    greedy = {"samplers": ["top_k"], "top_k": 1, "temperature": 0.0}  # no sort of the whole vocabulary
+    wish = {"prompt": prompts, "n_predict": answer, "ignore_eos": True, "cache_prompt": False, "stream": False} | greedy
+    return json.dumps(wish).encode()
 
 
 def _call(port: int, method: str, path: str, body: bytes | None, *, timeout: float) -> tuple[int, bytes]:

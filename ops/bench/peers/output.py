@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ops.bench.measure import BenchError
 
-_TOGETHER = 0.8  # of a stream's time, at least, all others must generate too
+_TOGETHER = 0.8  # of the time of all streams together, at least, each must have run
 
 @dataclass(frozen=True, slots=True)
 class BenchLine:
@@ -23,13 +23,13 @@ class BenchLine:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """What a llama-server said of one request."""
+    """What a llama-server said of one stream."""
 
     prompt: int  # tokens it computed: fewer than it was given if it had kept some of an earlier prompt
     tokens: int
     seconds: float  # from the first generated token to the last
+    prompt_seconds: float  # from when its prompt was begun to its first token
     text: str
-    ended: float = 0.0  # time.monotonic() when the answer came
 
     @property
     def rate(self) -> float:
@@ -60,37 +60,39 @@ def _line(test: Mapping[str, object]) -> BenchLine:
     return BenchLine(prompt, generated, depth, tuple(float(sample) for sample in samples))
 
 
-def read_completion(body: bytes, *, ended: float = 0.0) -> Answered:
-    """The answer to POST /completion without streaming. BenchError if it is an error or lacks its timings."""
+def read_completions(body: bytes) -> list[Answered]:
+    """The answers to POST /completion of one prompt or several, without streaming. BenchError if it is an error or lacks its timings."""
     try:
-        message = json.loads(body)
-        timings = message["timings"]
-        seconds = float(timings["predicted_ms"]) / 1e3
-        return Answered(int(timings["prompt_n"]), int(timings["predicted_n"]), seconds, str(message["content"]), ended)
+        found = json.loads(body)
+        return [_answered(message) for message in (found if isinstance(found, list) else [found])]
     except (ValueError, KeyError, TypeError) as cause:
         raise BenchError(f"llama-server answered without timings ({cause!r}): {body[:500]!r}") from cause
 
 
-def check_answers(answers: Sequence[Answered], *, prompt: int, answer: int) -> None:
-    """BenchError unless every stream read all of its prompt, said as much as it was asked for, and did so while the others did."""
+def _answered(message: Mapping[str, object]) -> Answered:
+    timings = message["timings"]
+    if not isinstance(timings, dict):
+        raise TypeError("timings is no object")
+    seconds, prompt_seconds = float(timings["predicted_ms"]) / 1e3, float(timings["prompt_ms"]) / 1e3
+    return Answered(int(timings["prompt_n"]), int(timings["predicted_n"]), seconds, prompt_seconds, str(message["content"]))
+
+
+def check_answers(answers: Sequence[Answered], *, streams: int, prompt: int, answer: int, seconds: float) -> None:
+    """BenchError unless every stream read all of its prompt, said as much as it was asked for, and did so while the others did: all in
+    `seconds` altogether."""
+    if len(answers) != streams:
+        raise BenchError(f"llama-server answered {len(answers)} of {streams} prompts")
     for one in answers:
         if one.tokens != answer or one.tokens < 2 or one.seconds <= 0:
             raise BenchError(f"llama-server generated {one.tokens} tokens of {answer} in {one.seconds:.3f} s")
         if one.prompt != prompt:
             raise BenchError(f"llama-server computed {one.prompt} tokens of a prompt of {prompt}: it kept some or added its own")
-    if (share := together(answers)) < _TOGETHER:
-        raise BenchError(f"llama-server's streams ran side by side for only {share:.0%} of their time; it needs a slot for each")
-
-
-def together(answers: Sequence[Answered]) -> float:
-    """The time in which all streams generated, as a share of the median stream's."""
-    first, last = max(one.ended - one.seconds for one in answers), min(one.ended for one in answers)
-    return max(0.0, last - first) / statistics.median(one.seconds for one in answers)
+    if (share := statistics.median(one.prompt_seconds + one.seconds for one in answers) / seconds) < _TOGETHER:
+        raise BenchError(f"llama-server's streams ran for only {share:.0%} of the time each, so not side by side: it needs a slot for each")
 
 
 def streams_rate(answers: Sequence[Answered]) -> float:
-    """Tokens a second of all streams together: their number times the median stream's rate. A stream that was let in before the others, and
-    so waited through their prompts, does not count against the engine."""
+    """Tokens a second of all streams together, once all have begun: their number times the median stream's rate."""
     return len(answers) * statistics.median(answer.rate for answer in answers)
 
 

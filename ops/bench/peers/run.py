@@ -25,6 +25,7 @@ KINDS = {"int4": ("Q4_0",), "int8": ("Q8_0",), "bf16": ("BF16", "F16")}
 """What the peers are given against each of our formats."""
 SMALL_PAGES = f"{OURS} 4K pages"
 """Ours on the file's own pages instead of a copy on huge ones."""
+_SHORT_REPEATS = 3  # samples a round of one stream behind a short context: each takes a fraction of a second
 
 Say = Callable[[str], None]
 
@@ -69,8 +70,9 @@ def bench_peers(wish: PeersWish, config: BenchConfig, *, meter: Meter, limits: M
     with engines(wish, config, meter=meter, limits=limits, say=say) as found:
         for number in range(1, wish.rounds + 1):
             for case in cases(wish):
-                for engine in found:
-                    _sample(engine, case, number, board, meter, say)
+                for _ in range(_SHORT_REPEATS if case.streams == 1 and case.context == wish.prompt else 1):
+                    for engine in found:
+                        _sample(engine, case, number, board, meter, say)
     return board.rows()
 
 

@@ -59,8 +59,8 @@ def test_a_server_has_room_for_all_streams_and_takes_their_prompts_at_once() -> 
 
 
 def test_requests_are_greedy_full_length_and_cache_nothing() -> None:
-    wish = json.loads(completion_request([5, 6], 64))
-    assert (wish["prompt"], wish["n_predict"], wish["ignore_eos"], wish["cache_prompt"]) == ([5, 6], 64, True, False)
+    wish = json.loads(completion_request([[5, 6], [7, 8]], 64))
+    assert (wish["prompt"], wish["n_predict"], wish["ignore_eos"], wish["cache_prompt"]) == ([[5, 6], [7, 8]], 64, True, False)
 
 
 def script(path: Path, text: str) -> Path:

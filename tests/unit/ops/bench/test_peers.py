@@ -12,7 +12,7 @@ import pytest
 from ops.bench.measure import BenchError
 from ops.bench.peers.compare import Board
 from ops.bench.peers.gguf_model import FIRST_WORD, tensors, write_gguf
-from ops.bench.peers.output import Answered, check_answers, distinct_words, read_completion, read_llama_bench, streams_rate
+from ops.bench.peers.output import Answered, check_answers, distinct_words, read_completions, read_llama_bench, streams_rate
 from ops.random_model import ModelShape
 
 SAMPLES = Path(__file__).parent / "samples"
@@ -42,32 +42,36 @@ def test_other_output_of_llama_bench_is_an_error(text: str) -> None:
 
 def test_answers_without_timings_are_an_error() -> None:
     with pytest.raises(BenchError, match="without timings"):
-        read_completion(b'{"error": {"message": "busy"}}')
+        read_completions(b'{"error": {"message": "busy"}}')
 
 
-def answered(tokens: int, seconds: float, *, prompt: int = 8, ended: float = 10.0) -> Answered:
-    return Answered(prompt, tokens, seconds, "", ended)
+def answered(tokens: int, seconds: float, *, prompt: int = 8) -> Answered:
+    return Answered(prompt, tokens, seconds, 0.5, "")
 
 
-def test_a_stream_that_waited_for_the_others_prompts_does_not_count() -> None:
-    together = [answered(65, 2.0) for _ in range(3)]
-    assert streams_rate([answered(65, 9.0), *together]) == 4 * 32.0
+def test_the_median_stream_counts_for_all() -> None:
+    assert streams_rate([answered(65, 9.0), answered(65, 2.0), answered(65, 2.0), answered(65, 2.0)]) == 4 * 32.0
 
 
 def test_answers_that_are_short_or_of_a_kept_prompt_or_one_after_the_other_are_errors() -> None:
     side_by_side = [answered(64, 2.0), answered(64, 2.2)]
-    check_answers(side_by_side, prompt=8, answer=64)
+    check_answers(side_by_side, streams=2, prompt=8, answer=64, seconds=2.8)
+    with pytest.raises(BenchError, match="answered 2 of 3 prompts"):
+        check_answers(side_by_side, streams=3, prompt=8, answer=64, seconds=2.8)
     with pytest.raises(BenchError, match="generated 63 tokens of 64"):
-        check_answers([*side_by_side, answered(63, 2.0)], prompt=8, answer=64)
+        check_answers([*side_by_side, answered(63, 2.0)], streams=3, prompt=8, answer=64, seconds=2.8)
     with pytest.raises(BenchError, match="computed 1 tokens of a prompt of 8"):
-        check_answers([*side_by_side, answered(64, 2.0, prompt=1)], prompt=8, answer=64)
-    with pytest.raises(BenchError, match="side by side for only 50%"):
-        check_answers([*side_by_side, answered(64, 2.0, ended=11.0)], prompt=8, answer=64)
+        check_answers([*side_by_side, answered(64, 2.0, prompt=1)], streams=3, prompt=8, answer=64, seconds=2.8)
+    with pytest.raises(BenchError, match="ran for only 50% of the time each"):
+        check_answers(side_by_side, streams=2, prompt=8, answer=64, seconds=5.2)
 
 
-def test_completions_are_read() -> None:
-    body = json.dumps({"content": " w1 w2", "timings": {"prompt_n": 64, "predicted_n": 2, "predicted_ms": 500.0}}).encode()
-    assert read_completion(body, ended=3.0) == Answered(64, 2, 0.5, " w1 w2", 3.0)
+def test_completions_of_one_prompt_or_several_are_read() -> None:
+    timings = {"prompt_n": 64, "prompt_ms": 250.0, "predicted_n": 2, "predicted_ms": 500.0}
+    one = {"content": " w1 w2", "timings": timings}
+    expected = Answered(64, 2, 0.5, 0.25, " w1 w2")
+    assert read_completions(json.dumps(one).encode()) == [expected]
+    assert read_completions(json.dumps([one, one]).encode()) == [expected, expected]
 
 
 def test_streams_that_say_the_same_are_not_distinct() -> None:
