@@ -36,8 +36,8 @@ def _failure() -> OSError:
 
 
 @contextlib.contextmanager
-def mapped(fd: int, size: int, *, writable: bool) -> Iterator[int]:
-    """A shared mapping of a descriptor's first `size` bytes at a multiple of the huge page size. Yields its address. OSError."""
+def mapped(fd: int, size: int, *, writable: bool, offset: int = 0) -> Iterator[int]:
+    """A shared mapping of `size` bytes of a descriptor, at a multiple of the huge page size. Yields its address. OSError."""
     room = size + HUGE_PAGE
     reserved = _libc.mmap(None, room, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
     if reserved == _MAP_FAILED:
@@ -45,7 +45,7 @@ def mapped(fd: int, size: int, *, writable: bool) -> Iterator[int]:
     try:
         aligned = -(-int(reserved) // HUGE_PAGE) * HUGE_PAGE
         access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        if _libc.mmap(aligned, size, access, mmap.MAP_SHARED | _MAP_FIXED, fd, 0) == _MAP_FAILED:
+        if _libc.mmap(aligned, size, access, mmap.MAP_SHARED | _MAP_FIXED, fd, offset) == _MAP_FAILED:
             raise _failure()
         yield aligned
     finally:

@@ -14,14 +14,16 @@ from typing import Literal, Self
 
 from engine_c import Part
 from workers.filling import FillError, Filling, NodeShare
+from workers.layout import LayoutError, read_layout
 from workers.parts import SEALS, write_table
-from workers.placement import PlacementPlan, whole_file
+from workers.placement import Placement, PlacementPlan, placement_nodes, plan_placement, whole_file
 from workers.topology import Topology, read_topology
 
 log = logging.getLogger("colibri.workers")
 
 LoadMode = Literal["auto", "map", "memfd"]
 
+_MAPPED = "the file is mapped, so its pages lie wherever they were read"
 RESERVE = 64 << 20
 """Memory that must stay free beside a copy of the model."""
 
@@ -32,10 +34,10 @@ class SegmentError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class PlacementReport:
-    """Where the weights are. degraded says what the machine refused, "" if nothing."""
+    """Where the weights are. degraded says, each once, what the machine refused."""
 
     shares: tuple[NodeShare, ...] = ()
-    degraded: str = ""
+    degraded: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -97,31 +99,55 @@ class ModelImage:
 
 
 def open_image(
-    path: str | os.PathLike[str], *, mode: LoadMode = "map", available: int | None = None, topology: Topology | None = None
+    path: str | os.PathLike[str],
+    *,
+    mode: LoadMode = "map",
+    placement: Placement = "auto",
+    available: int | None = None,
+    topology: Topology | None = None,
 ) -> ModelImage:
-    """Opens a model for sharing. "map": the file, through the page cache. "memfd": a copy that nobody can change or resize any more, on
-    huge pages where the kernel can. "auto": the copy, which decodes faster, if it takes at most half of the free memory, else the file.
+    """Opens a model for sharing. "map": the file, through the page cache. "memfd": copies that nobody can change or resize any more, placed
+    on the nodes, on huge pages where the kernel can. "auto": copies, which decode faster, if they take at most half of the free memory or a
+    placement is asked for, else the file.
 
-    available overrides what the machine and its control groups leave, in bytes. SegmentError if the file can't be read or the copy does not
-    fit.
+    available overrides what the machine and its control groups leave, in bytes. SegmentError if the file can't be read or the copies do not
+    fit, PlacementError if the placement can't be had.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO is refused later, not waited for
     except OSError as refusal:
         raise SegmentError(f"{path}: {refusal.strerror}") from refusal
     size = os.fstat(fd).st_size
-    file = ModelImage("map", size, whole_file(size), _by_node={-1: fd})
-    if mode == "map":
+    file = ModelImage("map", size, whole_file(size, _MAPPED), _by_node={-1: fd})
+    if mode == "map" and placement in ("auto", "none"):
         return file
     with _closing_on_error(file):
         topology = topology or read_topology()
-        available = topology.memory_available_bytes if available is None else available
-        if mode == "auto" and not 0 < 2 * size + RESERVE <= available:
+        plan = _place(path, fd, size, placement, topology)
+        if mode == "map":
+            if plan.nodes:
+                raise SegmentError(f"{path}: placement {placement} needs a copy in memory: use load mode memfd or auto")
             return file
-        _check_room(path, size, available)
-        copy = _copy(path, fd, file.placement, topology)
+        available = topology.memory_available_bytes if available is None else available
+        needed = sum(extent.bytes for extent in plan.extents)
+        asked_for = bool(plan.nodes) and placement != "auto"
+        if mode == "auto" and not asked_for and not 0 < 2 * needed + RESERVE <= available:
+            return file
+        _check_room(path, needed, available)
+        copy = _copy(path, fd, plan, topology)
     file.close()
     return copy
+
+
+def _place(path: str | os.PathLike[str], fd: int, size: int, placement: Placement, topology: Topology) -> PlacementPlan:
+    if len(placement_nodes(topology)) < 2 or placement == "none":
+        return whole_file(size) if placement != "none" else whole_file(size, "no placement was asked for")
+    try:
+        return plan_placement(read_layout(fd), topology, placement)
+    except LayoutError as error:
+        raise SegmentError(f"{path}: {error}") from error
+    except OSError as refusal:
+        raise SegmentError(f"{path}: the header can't be read: {refusal.strerror}") from refusal
 
 
 @contextlib.contextmanager
@@ -164,7 +190,7 @@ def _copy(path: str | os.PathLike[str], file: int, placement: PlacementPlan, top
     except BaseException:
         image.close()
         raise
-    image.report = PlacementReport(shares, "; ".join(filling.degraded))
+    image.report = PlacementReport(shares, filling.degraded)
     return image
 
 

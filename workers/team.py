@@ -8,7 +8,8 @@ from types import TracebackType
 from typing import Self
 
 from engine_c import Model, Session, SessionOptions, session_bytes
-from workers.placement import PlacementPlan
+from workers.kv_memory import KvMemory
+from workers.placement import Placement, PlacementPlan
 from workers.plan import FrontLane, NodeWish, PlanError, TeamPlan, plan_kv_blocks, plan_team
 from workers.scaling import ScaleError, Scaling
 from workers.segments import LoadMode, ModelImage, PlacementReport, open_image
@@ -27,6 +28,7 @@ class TeamConfig:
     """
 
     load_mode: LoadMode = "map"
+    placement: Placement = "auto"
     workers_per_node: int | None = None
     threads_per_worker: int | None = None
     front_lane: FrontLane = "auto"
@@ -66,11 +68,20 @@ class Team:
     """An opened model, its session and its workers. One thread steps the session; close() once it no longer does."""
 
     def __init__(
-        self, *, image: ModelImage, model: Model, session: Session, supervisor: Supervisor, scaling: Scaling, topology: Topology
+        self,
+        *,
+        image: ModelImage,
+        model: Model,
+        session: Session,
+        kv_memory: KvMemory,
+        supervisor: Supervisor,
+        scaling: Scaling,
+        topology: Topology,
     ) -> None:
         self.image = image
         self.model = model
         self.session = session
+        self.kv_memory = kv_memory
         self.supervisor = supervisor
         self.topology = topology
         self._scaling = scaling
@@ -81,22 +92,25 @@ class Team:
         return self._scaling.plan
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str], config: TeamConfig | None = None) -> Self:
-        """Opens the model and starts the workers; returns when all are ready, else leaves nothing behind.
+    def open(cls, path: str | os.PathLike[str], config: TeamConfig | None = None, *, machine: Topology | None = None) -> Self:
+        """Opens the model and starts the workers; returns when all are ready, else leaves nothing behind. machine: other than what is found.
 
         SegmentError, EngineError (the container), PlanError (not on this machine), SupervisorError (a worker).
         """
         config = config or TeamConfig()
-        topology = read_topology()
+        topology = machine or read_topology()
         wish = NodeWish(config.workers_per_node, config.threads_per_worker)
         plan = plan_team(topology, default=wish, front_lane=config.front_lane, smt=config.smt)
-        image = open_image(path, mode=config.load_mode, topology=topology)
+        image = open_image(path, mode=config.load_mode, placement=config.placement, topology=topology)
         model: Model | None = None
         session: Session | None = None
         try:
             model = Model.open_parts(image.parts_for(plan.front_node))
-            topology = read_topology()  # again: a copy of the model may have taken memory
-            session = Session(model, _session_options(model, plan, topology, config))
+            free = read_topology().memory_available_bytes  # again: a copy of the model may have taken memory
+            topology = replace(topology, memory_available_bytes=free)
+            session = Session(model, _session_options(model, plan, topology, config, image.placement))
+            kv_memory = KvMemory(session, image.placement.nodes)
+            kv_memory.bind()
             session.lane_place(plan.max_lanes, plan.front_node)
             supervisor = Supervisor(session, image, plan, config.supervisor)
             supervisor.start(config.start_timeout_s)
@@ -106,12 +120,19 @@ class Team:
                     part.close()
             raise
         scaling = Scaling(supervisor, topology, plan, default=wish, front_lane=config.front_lane, smt=config.smt)
-        return cls(image=image, model=model, session=session, supervisor=supervisor, scaling=scaling, topology=topology)
+        return cls(
+            image=image,
+            model=model,
+            session=session,
+            kv_memory=kv_memory,
+            supervisor=supervisor,
+            scaling=scaling,
+            topology=topology,
+        )
 
     def scale(self, node: int | None, *, workers: int | None = None, threads: int | None = None, timeout: float = 30.0) -> TeamPlan:
-        """Gives a node (None: all) so many workers of so many lanes (None: as it is), while the session steps.
-
-        Returns the plan once it holds.
+        """Gives a node (None: all) so many workers of so many lanes (None: as it is), while the session steps. Returns the
+        plan once it holds.
 
         ScaleError if that can't be had, within timeout seconds, with the former workers put back. The same again changes nothing.
         """
@@ -143,7 +164,7 @@ class Team:
             plan=plan,
             workers=workers,
             lanes=tuple(self._lane(lane, node) for lane, node in lanes),
-            degraded=tuple(filter(None, (self.image.report.degraded, *refused))),
+            degraded=tuple(dict.fromkeys(filter(None, (*self.image.report.degraded, *self.kv_memory.degraded, *refused)))),
         )
 
     def _lane(self, lane: int, node: int) -> LaneDescription:
@@ -164,9 +185,10 @@ class Team:
         self.close()
 
 
-def _session_options(model: Model, plan: TeamPlan, topology: Topology, config: TeamConfig) -> SessionOptions:
+def _session_options(model: Model, plan: TeamPlan, topology: Topology, config: TeamConfig, placement: PlacementPlan) -> SessionOptions:
     """The wish with the plan's lanes and with KV memory; PlanError if the whole does not fit into memory."""
-    wish = replace(config.session, max_lanes=plan.max_lanes, front_lane=int(plan.front_lane))
+    split_down = int(placement.placement == "experts")
+    wish = replace(config.session, max_lanes=plan.max_lanes, front_lane=int(plan.front_lane), split_down=split_down)
     if not wish.kv_blocks:
         blocks = plan_kv_blocks(model.info, kv_bytes=config.kv_bytes, topology=topology, kv_format=wish.kv_format, max_seqs=wish.max_seqs)
         wish = replace(wish, kv_blocks=blocks)

@@ -33,7 +33,8 @@ class Machine:
         for number, (cpus, memory) in self.nodes.items():
             folder = f"sys/devices/system/node/node{number}"
             put(root, f"{folder}/cpulist", cpus + "\n")
-            put(root, f"{folder}/meminfo", f"Node {number} MemTotal:       {memory // 1024} kB\nNode {number} MemFree:  {memory // 2048} kB\n")
+            free = f"Node {number} MemFree:  {memory // 2048} kB\n"
+            put(root, f"{folder}/meminfo", f"Node {number} MemTotal:       {memory // 1024} kB\n{free}")
         for cpu, siblings in self.siblings.items():
             put(root, f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list", siblings + "\n")
         for name, text in self.files.items():

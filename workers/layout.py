@@ -1,0 +1,100 @@
+"""Where a container's matrices lie, as far as placement wants to know: read from the header and the tensor table (docs/container.md)."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+_HEADER = struct.Struct("<8sIIQQQII")
+_MAGIC = b"COLIBRI\0"
+_MAX_DESCRIPTOR = 64 << 20
+_BLOCK_BYTES = {"f32": 4096, "bf16": 2048, "int8": 1088, "int4": 576}  # of 32 rows x 32 columns
+_EXPERT = re.compile(r"layers\.(\d+)\.experts\.\d+")
+
+
+class LayoutError(ValueError):
+    """The file is no container, or its tensor table makes no sense."""
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """`units` runs of rows, of `unit_bytes` each, that follow one another from `offset` and that no task cuts."""
+
+    offset: int
+    units: int
+    unit_bytes: int
+
+    @property
+    def end(self) -> int:
+        """Behind its last byte."""
+        return self.offset + self.units * self.unit_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Expert:
+    """One expert's block: the fused gate and up matrix, then down."""
+
+    gate_up: Matrix
+    down: Matrix
+
+    @property
+    def bytes(self) -> int:
+        """Of both matrices."""
+        return self.down.end - self.gate_up.offset
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """backbone: every panelled matrix outside the experts, the embedding included. layers: each layer's experts, in order."""
+
+    size: int
+    backbone: tuple[Matrix, ...]
+    layers: tuple[tuple[Expert, ...], ...]
+
+
+def read_layout(fd: int) -> Layout:
+    """The layout of an open container. LayoutError, OSError."""
+    raw = os.pread(fd, _HEADER.size, 0)
+    if len(raw) < _HEADER.size or raw[:8] != _MAGIC:
+        raise LayoutError("it is no Colibri container")
+    _, _, _, offset, length, size, _, _ = _HEADER.unpack(raw)
+    if length > _MAX_DESCRIPTOR or size != os.fstat(fd).st_size:
+        raise LayoutError("its header does not fit its length")
+    try:
+        return make_layout(size, json.loads(os.pread(fd, length, offset)))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise LayoutError(f"its descriptor is malformed: {error!r}") from error
+
+
+def make_layout(size: int, descriptor: Mapping[str, object]) -> Layout:
+    """The layout that a descriptor tells of. LayoutError, KeyError, TypeError, ValueError if it makes no sense."""
+    backbone: list[Matrix] = []
+    layers: dict[int, list[Expert]] = {}
+    tensors = descriptor["tensors"]
+    if not isinstance(tensors, list):
+        raise LayoutError("the tensor table is no list")
+    for entry in tensors:
+        if entry["layout"] == "p32":
+            backbone.append(_matrix(entry["format"], entry["shape"], entry["offset"]))
+        elif match := _EXPERT.fullmatch(entry["name"]):
+            layers.setdefault(int(match[1]), []).append(_expert(entry["format"], entry["shape"], entry["offset"]))
+    layout = Layout(size, tuple(backbone), tuple(tuple(layers[number]) for number in sorted(layers)))
+    if any(not 0 <= matrix.offset < matrix.end <= size for matrix in (*backbone, *(x.down for layer in layout.layers for x in layer))):
+        raise LayoutError("a tensor lies outside the file")
+    return layout
+
+
+def _matrix(format_name: str, shape: Sequence[int], offset: int) -> Matrix:
+    rows, columns = shape
+    return Matrix(offset, -(-rows // 32), -(-columns // 32) * _BLOCK_BYTES[format_name])
+
+
+def _expert(format_name: str, shape: Sequence[int], offset: int) -> Expert:
+    """Gate and up are cut at pairs of panels: two give one group of the hidden activation."""
+    ffn, hidden = shape
+    gate_up = Matrix(offset, -(-ffn // 32), 2 * -(-hidden // 32) * _BLOCK_BYTES[format_name])
+    return Expert(gate_up, _matrix(format_name, (hidden, ffn), gate_up.end))
