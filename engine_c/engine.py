@@ -227,6 +227,12 @@ class Session(_User):
         """LANE_EMPTY, LANE_READY, LANE_ACTIVE, LANE_LEAVING or LANE_DEAD."""
         return self._lane_call(lane, lib.colibri_lane_get_state(self._pointer, lane))
 
+    def lane_hung(self, lane: int) -> str:
+        """What the lane's process was doing when a step killed it for taking longer than hang_ms, in words; "" if none did."""
+        what = ffi.new("int32_t[]", 2)
+        ms = lib.colibri_lane_hung(self._pointer, lane, what, what + 1)
+        return f"hung for {ms} ms in layer {what[1]}, {OPERATIONS[what[0]]}" if ms else ""
+
     def lane_tasks(self, lane: int) -> int:
         """Tasks a lane has completed since it attached."""
         return lib.colibri_lane_tasks(self._pointer, lane)

@@ -266,9 +266,13 @@ class Slot:
         process.close()
         self._process = None
         self._tail = tuple(process.tail)
-        cause = describe_end(code, oom=code == -signal.SIGKILL and not self._killed_for and self._around.oom.took_one())
-        why = self._killed_for or self._complaint
+        why = self._killed_for or self._complaint or self._hung()
+        cause = describe_end(code, oom=code == -signal.SIGKILL and not why and self._around.oom.took_one())
         self._ended(process.pid, f"{cause} ({why})" if why else cause, again=curable(code))
+
+    def _hung(self) -> str:
+        """What it did when a step killed it for taking too long; "" if none did."""
+        return next(filter(None, (self._session.lane_hung(lane) for lane in self.spec.lanes)), "")
 
     def _ended(self, pid: int, cause: str, *, again: bool) -> None:
         drained = self.life.state is State.DRAINING

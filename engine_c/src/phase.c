@@ -50,7 +50,7 @@ static void wait_done(colibri_session *s, uint64_t g, const colibri_phase *phase
     checked = now;
     s->stats.lanes_lost += (uint32_t)colibri_session_reap(s);
     if (!settle(s, g, phase)) return;
-    if (hang && now - start > hang) colibri_session_kill_holders(s, g, phase->n_tasks);
+    if (hang && now - start > hang) colibri_session_kill_holders(s, g, phase, (int32_t)((now - start) / 1000000u));
   }
 }
 

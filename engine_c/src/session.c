@@ -205,7 +205,7 @@ int colibri_lane_bind(colibri_session *s, int lane, int pid, int pidfd, colibri_
   if (ok) {
     bury(s, lane, COLIBRI_LANE_EMPTY);
     atomic_store(&s->team->lanes[lane].tasks, 0);
-    s->processes[lane] = (colibri_lane_process){pid, copy};
+    s->processes[lane] = (colibri_lane_process){.pid = pid, .pidfd = copy};
   }
   pthread_mutex_unlock(&s->lock);
   if (ok) return COLIBRI_OK;
@@ -269,14 +269,34 @@ int colibri_session_reap(colibri_session *s) {
   return dead;
 }
 
-void colibri_session_kill_holders(colibri_session *s, uint64_t g, int n_tasks) {
+int colibri_lane_hung(colibri_session *s, int lane, int32_t *operation, int32_t *layer) {
+  if (!has_lane(s, lane)) return 0;
   pthread_mutex_lock(&s->lock);
-  for (int t = 0; t < n_tasks; t++) {
+  colibri_lane_process process = s->processes[lane];
+  pthread_mutex_unlock(&s->lock);
+  if (operation) *operation = process.op;
+  if (layer) *layer = process.layer;
+  return process.hung_ms;
+}
+
+/* Call with the lock. */
+static void kill_hung(colibri_session *s, int lane, const colibri_phase *phase, int32_t ms) {
+  colibri_lane_process *p = &s->processes[lane];
+  if (p->pidfd < 0) return;
+  syscall(SYS_pidfd_send_signal, p->pidfd, SIGKILL, NULL, 0);
+  if (p->hung_ms) return;
+  p->hung_ms = ms;
+  p->op = phase->op;
+  p->layer = phase->layer;
+}
+
+void colibri_session_kill_holders(colibri_session *s, uint64_t g, const colibri_phase *phase, int32_t ms) {
+  pthread_mutex_lock(&s->lock);
+  for (int t = 0; t < phase->n_tasks; t++) {
     uint64_t word = atomic_load(&s->team->claims[t].word);
     int lane = colibri_claim_lane(word);
     if (colibri_claim_generation(word) != g || colibri_claim_state(word) != CLAIM_TAKEN || lane >= s->options.max_lanes) continue;
-    if (colibri_claim_epoch(word) == (atomic_load(&s->team->lanes[lane].epoch) & 255) && s->processes[lane].pidfd >= 0)
-      syscall(SYS_pidfd_send_signal, s->processes[lane].pidfd, SIGKILL, NULL, 0);
+    if (colibri_claim_epoch(word) == (atomic_load(&s->team->lanes[lane].epoch) & 255)) kill_hung(s, lane, phase, ms);
   }
   pthread_mutex_unlock(&s->lock);
 }

@@ -7,7 +7,8 @@
 #include "router.h"
 #include "team.h"
 
-typedef struct colibri_lane_process { int pid, pidfd; } colibri_lane_process; /* pidfd -1: none */
+/* A lane's process: pidfd -1: none. hung_ms: how long it had held a phase up when it was killed for that, 0: it was not; op, layer: that phase. */
+typedef struct colibri_lane_process { int pid, pidfd; int32_t hung_ms, op, layer; } colibri_lane_process;
 
 struct colibri_session {
   const colibri_model *model;
@@ -38,8 +39,8 @@ struct colibri_session {
 
 /* Looks whether processes of active lanes have ended; their lanes get a new epoch. Returns how many were found dead. */
 int colibri_session_reap(colibri_session *s);
-/* Kills the processes of active lanes that hold a task of generation g. */
-void colibri_session_kill_holders(colibri_session *s, uint64_t g, int n_tasks);
+/* Kills the processes of active lanes that hold a task of generation g, which is `phase`, and have held it up for `ms`. */
+void colibri_session_kill_holders(colibri_session *s, uint64_t g, const colibri_phase *phase, int32_t ms);
 
 /* A worker whose lanes are threads of this process: it uses the session's own mappings, so that ThreadSanitizer, which goes by addresses, sees how
  * the lanes synchronise (worker.c). */

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
-from engine_c import EngineError
-from tests.fault.harness import LONG, PATIENCE, Decoding, children, config, descriptors, wait_for
+from engine_c import OPERATIONS, EngineError
+from tests.fault.harness import LONG, OPTIONS, PATIENCE, Decoding, children, config, descriptors, wait_for
 from workers.lifecycle import RestartPolicy, State
 from workers.slot import SupervisorConfig
 from workers.team import Team
@@ -22,6 +23,7 @@ from workers.team import Team
 PATIENT = SupervisorConfig(stop_s=0.05, policy=RestartPolicy(stable_s=0.0))
 """Deaths in quick succession are the point of these tests: no waiting, no giving up."""
 
+HUNG = re.compile(r"killed by SIGKILL \(hung for (\d+) ms in layer \d, (\w+)\)")
 HOW = ("SIGKILL", "SIGSEGV", "SIGABRT", "SIGTERM", "SIGSTOP", "exit(0)")
 
 
@@ -169,6 +171,35 @@ def test_a_stopped_worker_holds_a_step_up_no_longer_than_the_deadline(model: Pat
         with striking_at_random(striker, seed="stop"):
             assert decoding.run(team.session) == undisturbed
         assert max(stats.step_ns for stats in decoding.stats) < 1e9 * PATIENCE
+
+
+def test_a_worker_that_hangs_within_a_task_is_killed_and_told_what_it_did(model: Path) -> None:
+    """A lane that makes no progress: stopped, but nobody looks at that."""
+    blind = SupervisorConfig(stop_s=600, policy=RestartPolicy(stable_s=0.0))
+    deadline = time.monotonic() + 60 * PATIENCE
+    with Team.open(model, config(3, supervisor=blind)) as team:
+        expected = Decoding(LONG).run(team.session, steps=5)
+        rng = random.Random("hang")
+        while not (ends := [worker.last_end for worker in team.supervisor.snapshot().workers if worker.last_end]):
+            assert time.monotonic() < deadline, "no worker was stopped within a task in time"
+            pids = [worker.pid for worker in team.supervisor.snapshot().workers if worker.pid is not None]
+            stop = threading.Timer(rng.uniform(0.001, 0.02), signal_all, (pids, signal.SIGSTOP))
+            stop.start()
+            assert Decoding(LONG).run(team.session, steps=5) == expected
+            stop.join()
+            signal_all(pids, signal.SIGCONT)
+    for end in ends:
+        told = HUNG.fullmatch(end)
+        assert told, ends
+        assert int(told[1]) >= OPTIONS.hang_ms
+        assert told[2] in OPERATIONS
+
+
+def signal_all(pids: list[int], number: signal.Signals) -> None:
+    """To those that are still there."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def test_an_idle_worker_that_is_stopped_is_replaced(model: Path) -> None:
