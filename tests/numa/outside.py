@@ -19,8 +19,8 @@ TEST_SECONDS = 180
 """A test may take this long inside, where programs run some thirty times slower."""
 
 SCRIPT = """\
-cd {root} && export TMPDIR=/tmp HOME=/tmp PYTHONDONTWRITEBYTECODE=1
-exec {python} -m pytest -p tests.numa.guest -p no:cacheprovider --timeout={seconds} -m numa --basetemp=/tmp/pytest @/job/tests
+cd {root} && export TMPDIR=/run HOME=/run XDG_RUNTIME_DIR=/run PYTHONDONTWRITEBYTECODE=1
+exec {python} -m pytest -p tests.numa.guest -p no:cacheprovider --timeout={seconds} -m numa --basetemp=/run/pytest @/job/tests
 """
 
 
