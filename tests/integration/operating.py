@@ -104,5 +104,6 @@ def undisturbed(server: Serving, tokens: int, *, model: str = "") -> list[list[i
     streams = Streams(server.target, tokens, model)
     streams.start()
     answers = streams.join()
-    assert not streams.errors and all(len(answer) == tokens for answer in answers)
+    assert not streams.errors
+    assert [len(answer) for answer in answers] == [tokens] * STREAMS
     return answers

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 from google.rpc.error_details_pb2 import ErrorInfo
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from colibri.v1 import inference_pb2 as pb, operator_pb2 as op
+from colibri.v1 import operator_pb2 as op
 from ops.random_model import ModelShape, make_model
 from service.client import Client, generate_request
 from tests.fault.harness import children
@@ -267,23 +266,19 @@ def test_workers_that_do_not_start_leave_nothing(
 # ---------------------------------------------------------------- what follows
 
 
-def test_metrics_are_labelled_by_model_and_go_with_it(operated: Operating, models: tuple[Path, Path], tmp_path: Path) -> None:
-    with operating(models[0], tmp_path / "..", name="one", metrics_port=0, operator_socket=str(tmp_path / "m.sock")) as running:
-        with grpc.insecure_channel(f"unix:{tmp_path / 'm.sock'}") as channel:
-            from colibri.v1 import operator_pb2_grpc
-
-            running.stub = operator_pb2_grpc.OperatorStub(channel)
-            running.load(models[1], "two")
-            answer(running.serving.client, "two")
-            url = f"http://127.0.0.1:{running.serving.server.metrics.port}/metrics"
-            page = urllib.request.urlopen(url, timeout=PATIENCE).read().decode()
-            for name in ("vllm:num_requests_running", "colibri_steps_total", "vllm:generation_tokens_total"):
-                assert f'{name}{{model_name="one"}}' in page
-                assert f'{name}{{model_name="two"}}' in page
-            assert 'vllm:generation_tokens_total{model_name="two"} 24.0' in page
-            assert page.count("# TYPE colibri_steps_total counter") == 1
-            running.stub.UnloadModel(op.UnloadModelRequest(name="two"), timeout=PATIENCE)
-            assert '"two"' not in urllib.request.urlopen(url, timeout=PATIENCE).read().decode()
+def test_metrics_are_labelled_by_model_and_go_with_it(models: tuple[Path, Path], tmp_path: Path) -> None:
+    with operating(models[0], tmp_path, name="one", metrics_port=0) as running:
+        running.load(models[1], "two")
+        answer(running.serving.client, "two")
+        url = f"http://127.0.0.1:{running.serving.server.metrics.port}/metrics"
+        page = urllib.request.urlopen(url, timeout=PATIENCE).read().decode()
+        for name in ("vllm:num_requests_running", "colibri_steps_total", "vllm:generation_tokens_total"):
+            assert f'{name}{{model_name="one"}}' in page
+            assert f'{name}{{model_name="two"}}' in page
+        assert 'vllm:generation_tokens_total{model_name="two"} 24.0' in page
+        assert page.count("# TYPE colibri_steps_total counter") == 1
+        running.stub.UnloadModel(op.UnloadModelRequest(name="two"), timeout=PATIENCE)
+        assert '"two"' not in urllib.request.urlopen(url, timeout=PATIENCE).read().decode()
 
 
 def test_health_is_told_by_model(operated: Operating, models: tuple[Path, Path]) -> None:
@@ -316,6 +311,5 @@ def test_a_server_stops_cleanly_with_several_models_and_requests(models: tuple[P
         running.serving.loop.call_soon_threadsafe(running.serving.server.request_stop)
         answers = [streams.join() for streams in both]
         assert all(len(tokens) == 300 for answer_ in answers for tokens in answer_)
-        assert not both[0].errors and not both[1].errors
+        assert not both[0].errors + both[1].errors
         until(running.serving.loop.is_closed, "it has ended")
-    assert time.monotonic() > 0

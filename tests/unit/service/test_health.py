@@ -14,7 +14,8 @@ from service.health import can_serve
         (Progress(alive=True), True, True),
         (Progress(alive=False), True, False),
         (Progress(alive=True), False, False),
-        (Progress(alive=True, lanes_gone=True), True, False),
+        (Progress(alive=True, lanes_gone=True, busy_since=99.0), True, False),
+        (Progress(alive=True, lanes_gone=True), True, True),  # that was the last step's; somebody has come since
         (Progress(alive=True, busy_since=95.0), True, True),
         (Progress(alive=True, busy_since=89.0), True, False),
     ],
