@@ -18,6 +18,7 @@ _OTHERS = ("CACHE", "ISA")  # read by cache_dir and by the engine
 _KUBERNETES = re.compile(r"COLIBRI(_\w+)?_(SERVICE_HOST=|SERVICE_PORT(_\w+)?=|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?=|PORT=\w+://).*")
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 Load = Literal["auto", "map", "memfd"]
+Placement = Literal["auto", "experts", "rows", "replicate", "none"]
 FrontLane = Literal["auto", "on", "off"]
 
 
@@ -45,6 +46,8 @@ class ServeConfig:
     operator_ca: str = ""  # the authority that signs operators' certificates; all PEM files
 
     load: Load = "auto"  # weights: "map" the file, copy to a sealed "memfd" on huge pages, or "auto": the copy if memory is plenty
+    placement: Placement = "auto"  # of the weights on NUMA nodes: whole "experts", "rows" of each, "replicate", "none"; "auto" decides
+    smt: bool = False  # lanes for SMT siblings too: they share a core's units, which is seldom faster
     workers_per_node: int | None = None  # worker processes; 0: compute in this process; None: planned
     threads_per_worker: int | None = None  # lanes of a worker; None: planned
     front_lane: FrontLane = "auto"  # whether this process computes while it waits: auto, on, off
@@ -126,7 +129,9 @@ class ServeConfig:
                 raise ConfigError(f"{name} is {value}: it must lie between {low} and {high}")
 
     def _check_choices(self) -> None:
-        for name, allowed in (("load", get_args(Load)), ("front_lane", get_args(FrontLane)), ("kv_format", tuple(KV_FORMATS))):
+        choices = {"load": get_args(Load), "placement": get_args(Placement), "front_lane": get_args(FrontLane)}
+        choices["kv_format"] = tuple(KV_FORMATS)
+        for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}: it must be one of {', '.join(allowed)}")
         if not self.host and not self.unix_socket:
@@ -198,7 +203,15 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2]])
 
 
-_PARSERS: dict[str, Callable[[str], object]] = {"int": parse_bytes, "float": float, "Path": Path, "str": str}
+def _parse_switch(text: str) -> bool:
+    """1, true, yes, on and their opposites. Raises ValueError."""
+    word = text.strip().lower()
+    if word not in ("1", "true", "yes", "on", "0", "false", "no", "off"):
+        raise ValueError("on or off")
+    return word in ("1", "true", "yes", "on")
+
+
+_PARSERS: dict[str, Callable[[str], object]] = {"int": parse_bytes, "bool": _parse_switch, "float": float, "Path": Path, "str": str}
 
 
 def _parse(variable: str, raw: str, parser: Callable[[str], object]) -> object:

@@ -83,10 +83,14 @@ class _NoLanes(Exception):
 class EngineThread:
     """Runs a session from `start` to `stop`. All other methods are for the loop's thread."""
 
-    def __init__(self, session: Stepper, scheduler: Scheduler, *, lane_grace: float = 10.0) -> None:
+    def __init__(
+        self, session: Stepper, scheduler: Scheduler, *, lane_grace: float = 10.0, settle: Callable[[], object] = lambda: None
+    ) -> None:
+        """settle is called on the thread before its first step."""
         self._session = session
         self._scheduler = scheduler
         self._lane_grace = lane_grace
+        self._settle = settle
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)
         self._stopping = False
@@ -166,6 +170,7 @@ class EngineThread:
 
     def _run(self) -> None:
         _name_thread(THREAD_NAME)
+        self._settle()
         try:
             while (plan := self._next_plan()) is not None:
                 self._send(self._step(plan))

@@ -61,6 +61,8 @@ def team_config(config: ServeConfig) -> TeamConfig:
     )
     return TeamConfig(
         load_mode=config.load,
+        placement=config.placement,
+        smt=config.smt,
         workers_per_node=config.workers_per_node,
         threads_per_worker=config.threads_per_worker,
         front_lane=config.front_lane,
@@ -78,7 +80,7 @@ class Hosted:
         self.team = team
         self.model = model
         self.metrics = metrics.model(model.name)
-        self.engine = EngineThread(team.session, _scheduler(team, config), lane_grace=config.lane_grace)
+        self.engine = EngineThread(team.session, _scheduler(team, config), lane_grace=config.lane_grace, settle=team.settle)
         self.desk = Desk(self.engine, stream_limit=config.stream_buffer_tokens, stream_patience=config.stream_patience)
         self.loaded_at = time.monotonic()
         self.state = ModelState.LOADING

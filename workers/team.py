@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Self
 
 from engine_c import Model, Session, SessionOptions, session_bytes
+from workers import numa
 from workers.kv_memory import KvMemory
 from workers.placement import Placement, PlacementPlan
 from workers.plan import FrontLane, NodeWish, PlanError, TeamPlan, plan_kv_blocks, plan_team
@@ -15,6 +17,8 @@ from workers.scaling import ScaleError, Scaling
 from workers.segments import LoadMode, ModelImage, PlacementReport, open_image
 from workers.supervisor import Supervisor, SupervisorConfig, SupervisorSnapshot
 from workers.topology import Topology, read_topology
+
+log = logging.getLogger("colibri.workers")
 
 __all__ = ["LaneDescription", "ScaleError", "Team", "TeamConfig", "TeamDescription"]
 
@@ -85,6 +89,7 @@ class Team:
         self.supervisor = supervisor
         self.topology = topology
         self._scaling = scaling
+        self._front_degraded: tuple[str, ...] = ()
 
     @property
     def plan(self) -> TeamPlan:
@@ -93,12 +98,15 @@ class Team:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], config: TeamConfig | None = None, *, machine: Topology | None = None) -> Self:
-        """Opens the model and starts the workers; returns when all are ready, else leaves nothing behind. machine: other than what is found.
+        """Opens the model and starts the workers; returns when all are ready, else leaves nothing behind.
 
+        machine: what to plan for instead of what is found.
         SegmentError, EngineError (the container), PlanError (not on this machine), SupervisorError (a worker).
         """
         config = config or TeamConfig()
         topology = machine or read_topology()
+        if config.smt and topology.has_siblings:
+            log.warning("SMT siblings get lanes of their own: two lanes then share a core, which is seldom faster; measure it")
         wish = NodeWish(config.workers_per_node, config.threads_per_worker)
         plan = plan_team(topology, default=wish, front_lane=config.front_lane, smt=config.smt)
         image = open_image(path, mode=config.load_mode, placement=config.placement, topology=topology)
@@ -130,6 +138,13 @@ class Team:
             topology=topology,
         )
 
+    def settle(self) -> None:
+        """Keeps the calling thread, which is to step the session, on the front end's node; where there are no others, nothing is done."""
+        memory = self.topology.nearest_memory(self.plan.front_node)
+        if len(self.topology.nodes) > 1 and memory is not None:
+            refused = (numa.run_on(self.plan.front_cpus), numa.prefer_memory(memory))
+            self._front_degraded = tuple(f"front end: {text}" for text in refused if text)
+
     def scale(self, node: int | None, *, workers: int | None = None, threads: int | None = None, timeout: float = 30.0) -> TeamPlan:
         """Gives a node (None: all) so many workers of so many lanes (None: as it is), while the session steps. Returns the
         plan once it holds.
@@ -153,7 +168,8 @@ class Team:
     def describe(self) -> TeamDescription:
         """What there is now. From any thread."""
         plan, workers = self.plan, self.supervisor.snapshot()
-        refused = dict.fromkeys(text for worker in workers.workers for text in worker.degraded)
+        refused = [text for worker in workers.workers for text in worker.degraded]
+        degraded = (*self.image.report.degraded, *self.kv_memory.degraded, *self._front_degraded, *refused)
         lanes = [(lane, spec.node) for spec in plan.workers for lane in spec.lanes]
         if plan.front_lane:
             lanes.append((plan.max_lanes, plan.front_node))
@@ -164,7 +180,7 @@ class Team:
             plan=plan,
             workers=workers,
             lanes=tuple(self._lane(lane, node) for lane, node in lanes),
-            degraded=tuple(dict.fromkeys(filter(None, (*self.image.report.degraded, *self.kv_memory.degraded, *refused)))),
+            degraded=tuple(dict.fromkeys(filter(None, degraded))),
         )
 
     def _lane(self, lane: int, node: int) -> LaneDescription:

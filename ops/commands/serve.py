@@ -30,6 +30,16 @@ class Load(StrEnum):
     MEMFD = "memfd"
 
 
+class Placement(StrEnum):
+    """Which weights lie on which NUMA node."""
+
+    AUTO = "auto"
+    EXPERTS = "experts"
+    ROWS = "rows"
+    REPLICATE = "replicate"
+    NONE = "none"
+
+
 class LogLevel(StrEnum):
     """Least severity that is logged."""
 
@@ -60,6 +70,8 @@ def register(app: typer.Typer) -> None:
         threads_per_worker: Annotated[int | None, typer.Option(help="Lanes of each worker.")] = None,
         front_lane: Annotated[FrontLane | None, typer.Option(help="Let the front end compute while it waits (auto).")] = None,
         load: Annotated[Load | None, typer.Option(help="Map the file, copy it to memory, or auto: copy if there is plenty (auto).")] = None,
+        placement: Annotated[Placement | None, typer.Option(help="Which weights lie on which NUMA node (auto).")] = None,
+        smt: Annotated[bool | None, typer.Option("--smt/--no-smt", help="Lanes for SMT siblings too; seldom faster (no).")] = None,
         max_seqs: Annotated[int | None, typer.Option(help="Sequences of a step (64).")] = None,
         max_rows: Annotated[int | None, typer.Option(help="Tokens of a step (512).")] = None,
         kv_memory: Annotated[str | None, typer.Option(help="KV cache, for instance 2GiB; planned by default.")] = None,
@@ -90,6 +102,8 @@ def register(app: typer.Typer) -> None:
             threads_per_worker=threads_per_worker,
             front_lane=front_lane and front_lane.value,
             load=load and load.value,
+            placement=placement and placement.value,
+            smt=smt,
             max_seqs=max_seqs,
             max_rows=max_rows,
             kv_memory=parse_size(kv_memory),

@@ -49,6 +49,6 @@ def test_kv_heads_are_bound_and_found(model: Path) -> None:
         assert [share.bytes for share in team.kv_memory.shares()] == [0, 0], "nothing is touched before it is used"
         Decoding().run(team.session, steps=3)
         here, missing = team.kv_memory.shares()
-        assert here.bytes == here.on_node > 0
-        assert missing.bytes > missing.on_node == 0
+        assert (here.on_node, here.bytes > 0) == (here.bytes, True)
+        assert (missing.on_node, missing.bytes > 0) == (0, True)
         assert any(text.startswith("KV memory: mbind") for text in team.describe().degraded)
