@@ -9,6 +9,10 @@ from pathlib import Path
 
 from ops.bench.measure import BenchError
 
+_COLUMNS = 3  # panels beside each other
+_PANEL = (4.4, 3.6)  # inches
+_DPI = 110
+
 
 @dataclass(frozen=True, slots=True)
 class Curve:
@@ -69,14 +73,21 @@ def draw(reports: Sequence[Mapping[str, object]], out: Path) -> list[Path]:
         raise BenchError("drawing needs matplotlib: pip install 'colibri[plot]'") from cause
     found = curves(reports)
     models = list(dict.fromkeys(curve.model for curve in found))
-    figure, panels = pyplot.subplots(1, len(models), figsize=(6.4 * len(models), 4.8), squeeze=False, layout="constrained")
-    for model, panel in zip(models, panels[0], strict=True):
-        _panel(panel, model, [curve for curve in found if curve.model == model])
-    figure.supxlabel(where(reports[0]), fontsize=8)
+    columns = min(_COLUMNS, len(models))
+    lines = -(-len(models) // columns)
+    size = (_PANEL[0] * columns, _PANEL[1] * lines)
     written = [out.with_suffix(suffix) for suffix in (".png", ".svg")]
-    for path in written:
-        figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "colibri"}):  # text as text, and the same bytes every time
+        figure, panels = pyplot.subplots(lines, columns, figsize=size, squeeze=False, layout="constrained")
+        for place, panel in enumerate(panels.flat):
+            if place < len(models):
+                _panel(panel, models[place], [curve for curve in found if curve.model == models[place]])
+            else:
+                panel.set_axis_off()
+        figure.supxlabel(where(reports[0]), fontsize=8)
+        for path in written:
+            figure.savefig(path, dpi=_DPI, metadata={"Date": None} if path.suffix == ".svg" else None)
+        pyplot.close(figure)
     return written
 
 
@@ -89,11 +100,11 @@ def _panel(panel: object, model: str, found: Sequence[Curve]) -> None:
         below = [median - low for median, low in zip(medians, least, strict=True)]
         above = [high - median for median, high in zip(medians, most, strict=True)]
         style = "-" if curve.engine.startswith("colibri") else "--"
-        panel.errorbar(streams, medians, yerr=[below, above], marker="o", capsize=3, linestyle=style, label=curve.engine)
+        panel.errorbar(streams, medians, yerr=[below, above], marker="o", markersize=4, capsize=3, linestyle=style, label=curve.engine)
     ticks = sorted({point[0] for curve in found for point in curve.points})
     panel.set_xscale("log", base=2)
     panel.set_xticks(ticks, [str(tick) for tick in ticks])
     panel.set_ylim(bottom=0)
-    panel.set(title=model, xlabel="streams of different tokens", ylabel="generated tokens/s, median and range")
+    panel.set(title=model, xlabel="streams of different tokens", ylabel="generated tokens/s (median, range)")
     panel.grid(alpha=0.3)
-    panel.legend()
+    panel.legend(fontsize=8)

@@ -27,6 +27,7 @@ TorchPython = Annotated[Path | None, typer.Option(metavar="PATH", help="Interpre
 def register(group: typer.Typer) -> None:
     """Adds the commands."""
     group.command("peers", help="llama.cpp, ik_llama.cpp and torch on the same shape, in turn with ours; prints ratios.")(peers)
+    group.command("table", help="A Markdown table of files written by bench peers with --json or --into.")(table)
     group.command("plot", help="Draw tokens a second against streams from files written with --json.")(plot)
 
 
@@ -149,3 +150,12 @@ def plot(
 
     for path in draw([read_report(file) for file in files], out):
         typer.echo(str(path))
+
+
+def table(files: Annotated[list[Path], typer.Argument(metavar="FILES...", help="Written by bench peers.")]) -> None:
+    """Medians, half of the spread, and ratios."""
+    from ops.bench.peers.table import markdown
+    from ops.bench.plot import read_report
+
+    for line in markdown([read_report(file) for file in files]):
+        typer.echo(line)

@@ -9,6 +9,7 @@ import pytest
 
 from ops.bench.limits import MachineLimits
 from ops.bench.measure import BenchError, Machine, Report, Row
+from ops.bench.peers.table import markdown
 from ops.bench.plot import curves, draw, read_report
 
 
@@ -53,3 +54,14 @@ def test_png_and_svg_are_written(tmp_path: Path) -> None:
     png, svg = draw(reports, tmp_path / "bench")
     assert png.read_bytes().startswith(b"\x89PNG")
     assert b"colibri gRPC" in svg.read_bytes()
+    assert max(png.stat().st_size, svg.stat().st_size) < 200_000
+
+
+def test_a_table_has_a_line_a_case_with_the_ratio_to_the_best_peer() -> None:
+    peers = json.loads(PEERS)
+    peers["rows"] = [row for row in peers["rows"] if row["case"] == "decode, 1 stream"]
+    _heading, _rule, line = markdown([peers])
+    assert line == "| mm int4, decode, 1 stream | 20 (±0%) | 10 (±0%) llama.cpp Q4_0 | 2.00 |  |  |"
+    peers["rows"] = peers["rows"][1:]
+    with pytest.raises(BenchError, match="no row of ours"):
+        list(markdown([peers]))
