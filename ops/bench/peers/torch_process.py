@@ -95,8 +95,10 @@ class TorchProcess:
         except ValueError:
             code = self._process.wait()
             raise BenchError(f"{self._python} ended with exit code {code} instead of an answer; its messages are above") from None
-        if not isinstance(answer, dict) or "error" in answer:
-            raise BenchError(f"{self._python}: {answer['error'] if isinstance(answer, dict) else line!r}")
+        if not isinstance(answer, dict):
+            raise BenchError(f"{self._python} answered {line!r}, which is no JSON object")
+        if "error" in answer:
+            raise BenchError(f"{self._python}: {answer['error']}")
         return answer
 
 

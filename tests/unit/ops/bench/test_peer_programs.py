@@ -14,6 +14,7 @@ from ops.bench.peers.merge import merge_into
 from ops.bench.peers.noise import Usage, others, usage
 from ops.bench.peers.programs import Peer, find_peer, llama_bench, quantise
 from ops.bench.peers.run import PeersWish, cases
+from ops.bench.peers.torch_process import TorchProcess, TorchWish
 from ops.random_model import SHAPES
 
 SAMPLES = Path(__file__).parent / "samples"
@@ -125,3 +126,13 @@ def test_a_later_run_takes_the_place_of_the_same_rows_only(tmp_path: Path) -> No
     rows = [(row["case"], row["engine"], row["median"], row["run"]) for row in merged["rows"]]
     assert rows == [("decode", "colibri", 3.0, 1), ("decode", "peer", 2.0, 0), ("prefill", "colibri", 4.0, 1)]
     assert [run["when"] for run in merged["runs"]] == ["first", "second"]
+
+
+def test_an_interpreter_that_is_missing_or_lacks_torch_is_named(tmp_path: Path) -> None:
+    with pytest.raises(BenchError, match=r"nowhere: No such file .* give the interpreter of an environment with torch"):
+        TorchProcess(TorchWish(tmp_path / "nowhere", 1))
+    python = script(tmp_path / "python", f'exec {sys.executable} -I -S "$@"')  # without site-packages there is no torch
+    with pytest.raises(BenchError, match=r"python: ModuleNotFoundError: No module named 'torch'"):
+        TorchProcess(TorchWish(python, 1))
+    with pytest.raises(BenchError, match=r"exit code 3 instead of an answer"):
+        TorchProcess(TorchWish(script(tmp_path / "python", "exit 3"), 1))
