@@ -129,10 +129,11 @@ test-arm: ## the C tests for 64-bit Arm (NEON), cross-compiled and under emulati
 	@printf '%s\n' $(ARM_RUNS) | xargs -P 2 -I RUN bash -c 'run=RUN; cpu=$${run%:*}; test=$${run#*:}; \
 	  $(QEMU_ARM) -cpu $$cpu build/arm/$$test >/dev/null && echo "passed: $$test on $$cpu" || { echo "FAILED: $$test on $$cpu" >&2; exit 1; }'
 
+TSAN_TESTS := test_team test_placement
 ASAN := ASAN_OPTIONS=detect_leaks=1:abort_on_error=1 UBSAN_OPTIONS=print_stacktrace=1
-sanitize: $(READY) $(VENV)/.dev $(C_TESTS:engine_c/tests/%.c=build/asan/%) build/tsan/test_team ## C and Python tests under ASan and UBSan, the team under TSan
+sanitize: $(READY) $(VENV)/.dev $(C_TESTS:engine_c/tests/%.c=build/asan/%) $(TSAN_TESTS:%=build/tsan/%) ## C and Python tests under ASan and UBSan, the team under TSan
 	@for t in $(C_TESTS:engine_c/tests/%.c=build/asan/%); do echo "asan $$(basename $$t)"; $(ASAN) $$t; done
-	@echo "tsan test_team"; TSAN_OPTIONS=halt_on_error=1 build/tsan/test_team
+	@for t in $(TSAN_TESTS); do echo "tsan $$t"; TSAN_OPTIONS=halt_on_error=1 build/tsan/$$t; done
 	@ops/sanitize_python.sh
 
 FUZZ_SECONDS ?= 30

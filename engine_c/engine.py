@@ -115,7 +115,7 @@ class Model(_Handle):
 
     @classmethod
     def open_parts(cls, parts: Sequence[Part]) -> Self:
-        """Opens a container whose parts, ascending and without gap, lie in descriptors of their own, which stay the caller's. EngineError also EINVAL."""
+        """Opens a container whose parts, ascending and without gap, lie in descriptors that stay the caller's. EngineError also EINVAL."""
         out, err = ffi.new("colibri_model **"), ffi.new("colibri_error *")
         array = ffi.new("colibri_part[]", [(part.fd, part.node, part.offset, part.bytes) for part in parts])
         if lib.colibri_model_open_parts(array, len(parts), out, err):

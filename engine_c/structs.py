@@ -60,7 +60,7 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A piece of a container (colibri_part): bytes [offset, offset + bytes) of it, at the same offset of fd; node -1: on none in particular."""
+    """A piece of a container (colibri_part): bytes [offset, offset + bytes) of it, at the same offset of fd; node -1: on none."""
 
     fd: int
     node: int

@@ -186,10 +186,10 @@ COLIBRI_API int colibri_lane_leave(colibri_session *session, int lane);
 COLIBRI_API int colibri_lane_dead(colibri_session *session, int lane);
 /* enum colibri_lane_state of a lane, or COLIBRI_EINVAL. */
 COLIBRI_API int colibri_lane_get_state(const colibri_session *session, int lane);
-/* Tasks a lane has completed since it attached. */
 /* Milliseconds that the lane's process had held up a phase when a step killed it for that (hang_ms), 0 if none did; operation and layer, which
  * get what it was doing then, may be NULL. Kept until the lane is bound again. Any thread. */
 COLIBRI_API int colibri_lane_hung(colibri_session *session, int lane, int32_t *operation, int32_t *layer);
+/* Tasks a lane has completed since it attached. */
 COLIBRI_API uint64_t colibri_lane_tasks(const colibri_session *session, int lane);
 /* Says on which NUMA node a lane runs; -1: unknown, which is how they start. lane max_lanes is the front end's own. Holds from the next step on, for
  * whichever process has the lane, until it is said anew: say it before the lane attaches. COLIBRI_EINVAL. */

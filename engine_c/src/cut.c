@@ -28,9 +28,10 @@ static int node_of(colibri_session *s, const char *at) { return placed(s) ? coli
 /* The node of the middle of panels b0..b1. */
 static int home_of(colibri_session *s, const colibri_matrix *m, int b0, int b1) { return node_of(s, m->data + (b0 + b1) * panel_bytes(m) / 2); }
 
-/* 1 if the matrix does not lie on one node. */
+/* 1 if the matrix does not lie on one node: by the middles of its first and last node's share, as the page at either end may be a neighbour's. */
 static int is_spread(colibri_session *s, const colibri_matrix *m) {
-  return placed(s) && node_of(s, m->data) != node_of(s, m->data + m->panels * panel_bytes(m) - 1);
+  int share = m->panels / s->model->n_nodes;
+  return home_of(s, m, 0, share) != home_of(s, m, m->panels - share, m->panels);
 }
 
 /* The node of a KV head: heads are dealt to the nodes in order. */
@@ -51,7 +52,7 @@ static int pieces(const colibri_session *s, int units, int64_t bytes) {
 /* A matrix cut at i * units / nodes has pieces that lie on one node each if their number is a multiple of the nodes'. */
 static int whole_nodes(colibri_session *s, const colibri_matrix *m, int cuts, int units) {
   int nodes = s->model->n_nodes;
-  if (!is_spread(s, m) || units < nodes) return cuts;
+  if (!placed(s) || units < nodes || !is_spread(s, m)) return cuts;
   return at_most((cuts + nodes - 1) / nodes * nodes, units / nodes * nodes);
 }
 

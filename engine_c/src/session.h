@@ -21,7 +21,7 @@ struct colibri_session {
   pthread_mutex_t lock;      /* guards processes[]; never held while computing */
   colibri_lane_process *processes; /* [max_lanes] */
   /* the running step; owned by the stepping thread */
-  int active[256];           /* lanes of this step; the front end's may follow */
+  int active[256];           /* lanes of this step; then, with two nodes or more, the front end's */
   int n_active;              /* workers' lanes in active[] */
   int32_t n_rows, n_logits, n_seqs;
   uint64_t generation;

@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "cut.h"
+#include "guard.h"
 
 #define INLINE_ROWS 2 /* so few rows are prepared by the front end itself: cheaper than a phase */
 
@@ -113,9 +114,10 @@ static void number_places(colibri_session *s) {
     atomic_store_explicit(&s->team->lanes[s->active[n]].place, node[n] < 0 ? 0 : number[n] << 16 | count[node[n]], memory_order_relaxed);
 }
 
-/* Adds what the lanes of this step have counted since the session was opened to the step's statistics; sign -1 takes it off. */
+/* Adds what the lanes of this step have counted since the session was opened to the step's statistics; sign -1 takes it off. The front end's own always
+ * counts: without a part in the step it still takes over what others leave. */
 static void add_homes(colibri_session *s, int sign) {
-  for (int n = 0; n < s->n_active + s->options.front_lane; n++) {
+  for (int n = 0; n <= s->n_active; n++) {
     const colibri_lane *l = &s->team->lanes[s->active[n]];
     s->stats.tasks_homed += (uint32_t)sign * (uint32_t)atomic_load_explicit(&l->homed, memory_order_relaxed);
     s->stats.tasks_local += (uint32_t)sign * (uint32_t)atomic_load_explicit(&l->local, memory_order_relaxed);
@@ -258,8 +260,7 @@ static void give_results(const colibri_session *s, colibri_row_result *results, 
   }
 }
 
-int colibri_step(colibri_session *s, const colibri_batch *batch, colibri_row_result *results, int32_t *seq_status, colibri_step_stats *stats,
-                 colibri_error *err) {
+static int run_step(colibri_session *s, const colibri_batch *batch, colibri_row_result *results, int32_t *seq_status, colibri_error *err) {
   uint64_t begin = colibri_now_ns();
   int router_layer = 0, rc = check_batch(s, batch, err);
   if (rc) return rc;
@@ -275,6 +276,14 @@ int colibri_step(colibri_session *s, const colibri_batch *batch, colibri_row_res
   give_results(s, results, seq_status);
   if (s->model->n_nodes > 1) add_homes(s, 1);
   s->stats.step_ns = colibri_now_ns() - begin;
-  if (stats) *stats = s->stats;
   return COLIBRI_OK;
+}
+
+int colibri_step(colibri_session *s, const colibri_batch *batch, colibri_row_result *results, int32_t *seq_status, colibri_step_stats *stats,
+                 colibri_error *err) {
+  colibri_guard_enter();
+  int rc = run_step(s, batch, results, seq_status, err);
+  colibri_guard_leave();
+  if (!rc && stats) *stats = s->stats;
+  return rc;
 }

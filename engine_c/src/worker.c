@@ -9,6 +9,7 @@
 #include <sys/mman.h>
 #include <sys/stat.h>
 
+#include "guard.h"
 #include "session.h"
 
 struct colibri_worker {
@@ -119,7 +120,9 @@ static void run_phase(colibri_lane_env *env, uint64_t g) {
   int rank = atomic_load_explicit(&team->lanes[env->lane].rank, memory_order_relaxed);
   colibri_phase phase = colibri_phase_load(&team->phases[g & 1]);
   if (atomic_load_explicit(&team->generation, memory_order_relaxed) != g || rank < 0) return;
+  colibri_guard_enter();
   colibri_lane_work(env, g, &phase, rank);
+  colibri_guard_leave();
 }
 
 int colibri_worker_run(colibri_worker *w, int lane, int cpu, colibri_error *err) {

@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 ENGINE = ROOT / "engine_c"
 BUILD = ROOT / "build" / "ctests"
 FLAGS = ["-std=gnu11", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror"]
+FLAGS.append("-DCOLIBRI_GUARD")  # whatever allocates within a step aborts
 INCLUDES = [f"-I{ENGINE / folder}" for folder in ("include", "src", "kernels")]
 PROGRAMS = sorted((ENGINE / "tests").glob("test_*.c"))
 ISAS = ("avx512", "avx2", "generic") if platform.machine() in ("x86_64", "AMD64") else ("neon", "generic")
