@@ -82,7 +82,7 @@ static void prefill(bench *b, int i, int n) {
 
 /* n sequences of one row each, at positions 0 to 63 here and there. */
 static void check_crowd(bench *b, int n) {
-  int rows[CROWD], start[CROWD];
+  int rows[CROWD] = {0}, start[CROWD] = {0};
   for (int i = 0; i < n; i++) {
     rows[i] = 1, start[i] = i * 29 % 64;
     if (start[i]) prefill(b, i, start[i]);

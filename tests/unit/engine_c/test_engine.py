@@ -7,13 +7,14 @@ import os
 import shutil
 import struct
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import engine_c
-from engine_c import EngineError, Model, Sampling, SeqWork, Session, SessionOptions, Worker
+from engine_c import OPERATIONS, EngineError, Model, Part, Sampling, SeqWork, Session, SessionOptions, Worker
 from ops.container import Container
 from ops.random_model import SHAPES, make_model
 
@@ -56,6 +57,71 @@ def test_a_model_opens_through_a_descriptor_that_stays_the_callers(path: Path, m
         assert os.fstat(fd).st_size == model.info.file_bytes
     finally:
         os.close(fd)
+
+
+def halves(path: Path, fd: int, other: int) -> list[Part]:
+    """The container as two parts on nodes 1 and 4, the second in `other`, which need hold nothing else."""
+    size = path.stat().st_size
+    cut = size // 2 // 4096 * 4096
+    os.pwrite(other, os.pread(fd, size - cut, cut), cut)
+    return [Part(fd=fd, node=1, offset=0, bytes=cut), Part(fd=other, node=4, offset=cut, bytes=size - cut)]
+
+
+def test_a_model_of_parts_computes_the_same_and_counts_local_tasks(path: Path, model: Model) -> None:
+    fd, other = os.open(path, os.O_RDONLY), os.memfd_create("other")
+    work = [SeqWork([1, 2, 3], 0, [0], 1), SeqWork([9, 8], 0, [1], 2)]
+    try:
+        with Model.open_parts(halves(path, fd, other)) as parts:
+            assert parts.info == model.info
+            for split in (0, 1):
+                options = SessionOptions(max_rows=64, max_seqs=8, max_logit_rows=16, kv_blocks=16, split_down=split)
+                with Session(model, options) as plain, Session(parts, options) as placed:
+                    expected, stats = plain.step(work)
+                    assert (stats.tasks_homed, stats.tasks_local) == (0, 0)
+                    local = []
+                    for node in (1, 4, -1):
+                        placed.lane_place(0, node)
+                        results, stats = placed.step(work)
+                        assert results == expected
+                        local.append(stats.tasks_local)
+                    assert local[:2] != [0, 0]
+                    assert sum(local) == stats.tasks_homed
+                    assert placed.lane_homed(0) == 3 * stats.tasks_homed
+                    assert placed.lane_local(0) == sum(local)
+                    assert placed.logits().tobytes() == plain.logits().tobytes()
+    finally:
+        os.close(fd)
+        os.close(other)
+
+
+def test_parts_that_do_not_fit_together_are_refused(path: Path) -> None:
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        fd = file.fileno()
+        for parts, code, words in (
+            ([], "EINVAL", "at least one part"),
+            ([Part(fd, 0, 0, 4096), Part(fd, 1, 8192, size - 8192)], "EINVAL", "bytes 4096 to there are in no part"),
+            ([Part(fd, 0, 0, size + 4096)], "EFORMAT", "truncated"),
+        ):
+            with pytest.raises(EngineError, match=words) as refusal:
+                Model.open_parts(parts)
+            assert refusal.value.name == code
+
+
+def test_kv_heads_have_ranges_of_their_own(session: Session) -> None:
+    ranges = [session.kv_range(head) for head in range(session.model.info.kv_heads)]
+    assert all(offset % 4096 == 0 and size % 4096 == 0 for offset, size in ranges)
+    assert all(offset + size <= after for (offset, size), (after, _) in pairwise(ranges))
+    assert ranges[-1][0] + ranges[-1][1] <= os.fstat(session.arena_fd).st_size
+    with pytest.raises(EngineError, match="KV head 2 is not one of the model's 2"):
+        session.kv_range(2)
+
+
+def test_the_time_of_a_step_is_told_by_operation(session: Session) -> None:
+    _, stats = session.step([SeqWork([1, 2, 3], 0, [0], 1)])
+    times = dict(zip(OPERATIONS, stats.op_ns, strict=True))
+    assert {name for name, ns in times.items() if not ns} == {"store_kv", "combine"}
+    assert sum(times.values()) <= stats.step_ns
 
 
 @pytest.mark.parametrize(("name", "code"), [("missing.colibri", "EIO"), ("garbage.colibri", "EFORMAT")])
@@ -180,6 +246,8 @@ def test_lanes_are_bound_once_and_within_range(model: Model) -> None:
             lambda: session.lane_state(2),
             lambda: session.lane_leave(-1),
             lambda: session.lane_dead(255),
+            lambda: session.lane_place(3, 0),
+            lambda: session.lane_place(0, 1024),
         ):
             with pytest.raises(EngineError) as refusal:
                 call()
