@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import grpc
@@ -36,15 +36,22 @@ class OperatorTarget:
 @contextmanager
 def operator_stub(target: OperatorTarget) -> Iterator[operator_pb2_grpc.OperatorStub]:
     """The service to call. CommandError if it cannot be found or reached."""
-    with _channel(target) as channel:
+    with _channel(located(target)) as channel:
         yield operator_pb2_grpc.OperatorStub(channel)
+
+
+def located(target: OperatorTarget) -> OperatorTarget:
+    """The same with an address, that of the one server that runs here if it has none. CommandError if none or several do."""
+    if not target.local:
+        return target
+    path = Path(target.address.removeprefix("unix:")) if target.address else find_socket()
+    return replace(target, address=f"unix:{path.absolute()}")
 
 
 def _channel(target: OperatorTarget) -> grpc.Channel:
     if target.local:
-        path = Path(target.address.removeprefix("unix:")) if target.address else find_socket()
-        check_socket(path)
-        return grpc.insecure_channel(f"unix:{path.absolute()}", options=_OPTIONS)
+        check_socket(Path(target.address.removeprefix("unix:")))
+        return grpc.insecure_channel(target.address, options=_OPTIONS)
     missing = [f"--operator-{name}" for name in ("cert", "key", "ca") if not getattr(target, name)]
     if missing:
         raise CommandError(f"operators at {target.address} are reached by mutual TLS: give {', '.join(missing)}")

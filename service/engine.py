@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from operator import add
 from pathlib import Path
 from typing import Protocol
 
@@ -64,6 +65,9 @@ class EngineTotals:
     tasks_rerun: int = 0
     lanes_lost: int = 0
     lanes: int = 0  # of the last step
+    tasks_homed: int = 0  # tasks whose weights lie on a node of their own,
+    tasks_local: int = 0  # and of these, those done by a lane of that node
+    op_ns: tuple[int, ...] = ()  # by operation, in the order of engine_c.OPERATIONS
     expert_skew: tuple[float, ...] = ()  # by layer: tokens of the busiest expert over the mean; up to a second old
 
 
@@ -303,6 +307,9 @@ def _add(totals: EngineTotals, plan: Plan, stats: StepStats) -> EngineTotals:
         tasks_rerun=totals.tasks_rerun + stats.tasks_rerun,
         lanes_lost=totals.lanes_lost + stats.lanes_lost,
         lanes=stats.lanes,
+        tasks_homed=totals.tasks_homed + stats.tasks_homed,
+        tasks_local=totals.tasks_local + stats.tasks_local,
+        op_ns=tuple(map(add, totals.op_ns, stats.op_ns)) if totals.op_ns else stats.op_ns,
         expert_skew=totals.expert_skew,
     )
 

@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from engine_c import OPERATIONS
 from service.engine import EngineTotals
 from service.plan import SchedulerStats
 
@@ -137,6 +138,12 @@ class _EngineCollector(Collector):
             for layer, value in enumerate(snapshot.engine.expert_skew):
                 skew.add_metric([model, str(layer)], value)
         yield skew
+        text = "Time in each operation's phases, by the front end's clock."
+        operations = CounterMetricFamily("colibri_operation_seconds", text, labels=["model_name", "operation"])
+        for model, snapshot in snapshots.items():
+            for name, spent in zip(OPERATIONS, snapshot.engine.op_ns, strict=False):
+                operations.add_metric([model, name], spent / 1e9)
+        yield operations
         yield from _families(CounterMetricFamily, {model: _counters(snapshot) for model, snapshot in snapshots.items()})
 
 
@@ -182,6 +189,8 @@ def _counters(snapshot: Snapshot) -> list[tuple[str, str, float]]:
         ("colibri_phases", "Phases of all steps.", engine.phases),
         ("colibri_tasks", "Tasks done.", engine.tasks),
         ("colibri_tasks_rerun", "Tasks taken over from a lane that died.", engine.tasks_rerun),
+        ("colibri_tasks_homed", "Tasks whose weights lie on a NUMA node of their own.", engine.tasks_homed),
+        ("colibri_tasks_local", "Of these, the ones done by a lane of that node.", engine.tasks_local),
         ("colibri_lanes_lost", "Lanes found dead in a step.", engine.lanes_lost),
         ("colibri_worker_restarts", "Worker processes started again.", snapshot.worker_restarts),
     ]

@@ -21,6 +21,7 @@ from service.faults import Draining, InvalidField, OperatorFault, ShutDown, Unkn
 from service.hosted import Hosted, ModelState, team_config
 from service.metrics import Metrics
 from workers.need import MemoryNeed, NoRoom, memory_need
+from workers.placement import PlacementError
 from workers.plan import PlanError
 from workers.segments import SegmentError
 from workers.supervisor import SupervisorError
@@ -246,6 +247,8 @@ class ModelHost:
             return await Hosted.open(config, artifact, self._metrics)
         except (ConfigError, EngineError) as error:
             raise InvalidField("path", str(error)) from error
+        except PlacementError as error:
+            raise OperatorFault("RESOURCE_EXHAUSTED", "NO_MEMORY", str(error)) from error
         except PlanError as error:
             raise InvalidField("workers_per_node", str(error)) from error
         except (SegmentError, SupervisorError, OSError) as error:

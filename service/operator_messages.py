@@ -9,6 +9,7 @@ from colibri.v1 import operator_pb2 as pb
 from service.hosted import Hosted, ModelState
 from workers.lifecycle import State
 from workers.slot import WorkerSnapshot
+from workers.team import TeamDescription
 from workers.topology import Topology
 
 MODEL_STATES = {
@@ -27,8 +28,20 @@ WORKER_STATES = {
 }
 
 
-def worker_message(model: str, worker: WorkerSnapshot) -> pb.Worker:
-    """A worker as it was seen."""
+def worker_messages(model: str, team: TeamDescription) -> list[pb.Worker]:
+    """All workers of a team as they were seen."""
+    lanes = {lane.lane: lane for lane in team.lanes}
+    messages = []
+    for worker in team.workers.workers:
+        theirs = [lanes[lane] for lane in worker.lanes if lane in lanes]
+        message = _worker_message(model, worker)
+        message.tasks_homed = sum(lane.homed for lane in theirs)
+        message.tasks_local = sum(lane.local for lane in theirs)
+        messages.append(message)
+    return messages
+
+
+def _worker_message(model: str, worker: WorkerSnapshot) -> pb.Worker:
     return pb.Worker(
         index=worker.index,
         model=model,
@@ -48,7 +61,7 @@ def worker_message(model: str, worker: WorkerSnapshot) -> pb.Worker:
 
 def workers_of(hosted: Hosted) -> list[pb.Worker]:
     """All workers of a model. Any thread."""
-    return [worker_message(hosted.name, worker) for worker in hosted.team.supervisor.snapshot().workers]
+    return worker_messages(hosted.name, hosted.team.describe())
 
 
 def model_message(hosted: Hosted) -> pb.LoadedModel:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,11 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 from colibri.v1 import operator_pb2 as pb
+from engine_c import OPERATIONS
 from service.engine import EngineTotals
 from service.hosted import Hosted
-from service.operator_messages import MODEL_STATES, worker_message
+from service.operator_messages import MODEL_STATES, worker_messages
 from service.plan import SchedulerStats
-from workers.supervisor import SupervisorSnapshot
+from workers.slot import WorkerSnapshot
+from workers.team import TeamDescription
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,24 +28,29 @@ class Look:
     scheduler: SchedulerStats
     totals: EngineTotals
     tokens: int
-    workers: SupervisorSnapshot
+    team: TeamDescription
     experts: npt.NDArray[np.uint64] | None
     cpu_ns: dict[int, int] = field(default_factory=dict)
     front_ns: int = 0
+
+    @property
+    def workers(self) -> tuple[WorkerSnapshot, ...]:
+        """All workers."""
+        return self.team.workers.workers
 
 
 def look_at(hosted: Hosted, *, experts: bool) -> Look:
     """Any thread, as long as the team stays open."""
     scheduler, totals = hosted.engine.stats()
-    workers = hosted.team.supervisor.snapshot()
+    team = hosted.team.describe()
     return Look(
         at=time.monotonic(),
         scheduler=scheduler,
         totals=totals,
         tokens=hosted.desk.tokens,
-        workers=workers,
+        team=team,
         experts=hosted.team.session.expert_counts() if experts else None,
-        cpu_ns={worker.index: _process_ns(worker.pid) for worker in workers.workers if worker.pid is not None},
+        cpu_ns={worker.index: _process_ns(worker.pid) for worker in team.workers.workers if worker.pid is not None},
         front_ns=_thread_ns(Path(f"/proc/self/task/{hosted.engine.thread_id}")) if hosted.team.session.options.front_lane else 0,
     )
 
@@ -68,11 +76,14 @@ def model_stats(hosted: Hosted, before: Look | None, now: Look) -> pb.ModelStats
         step_ms=(totals.step_ns - old.step_ns) / 1e6,
         wait_ms=(totals.wait_ns - old.wait_ns) / 1e6,
         serial_ms=(totals.serial_ns - old.serial_ns) / 1e6,
+        operations=_operations(old.op_ns, totals.op_ns),
         lanes=totals.lanes,
+        tasks_homed=totals.tasks_homed - old.tasks_homed,
+        tasks_local=totals.tasks_local - old.tasks_local,
         lanes_busy=_lanes_busy(hosted, before, now, workers, seconds),
         workers=workers,
         preemptions=now.scheduler.preemptions - (before.scheduler.preemptions if before is not None else 0),
-        worker_restarts=now.workers.restarts - (before.workers.restarts if before is not None else 0),
+        worker_restarts=now.team.workers.restarts - (before.team.workers.restarts if before is not None else 0),
     )
     if now.experts is not None:
         counts = now.experts if before is None or before.experts is None else now.experts - before.experts
@@ -80,16 +91,21 @@ def model_stats(hosted: Hosted, before: Look | None, now: Look) -> pb.ModelStats
     return stats
 
 
+def _operations(before: Sequence[int], now: Sequence[int]) -> list[pb.OperationTime]:
+    old = before or [0] * len(now)
+    return [pb.OperationTime(operation=name, ms=(new - was) / 1e6) for name, was, new in zip(OPERATIONS, old, now, strict=False)]
+
+
 def _worker_stats(hosted: Hosted, before: Look | None, now: Look, seconds: float) -> list[pb.WorkerStats]:
-    old = {worker.index: worker for worker in before.workers.workers} if before is not None else {}
+    old = {worker.index: worker for worker in before.workers} if before is not None else {}
     stats = []
-    for worker in now.workers.workers:
+    for worker, message in zip(now.workers, worker_messages(hosted.name, now.team), strict=True):
         was = old.get(worker.index)
         same = was is not None and was.pid == worker.pid
         tasks = worker.tasks - (was.tasks if was is not None and same else 0)
         spent = now.cpu_ns.get(worker.index, 0) - (before.cpu_ns.get(worker.index, 0) if before is not None and same else 0)
         busy = _share(spent, seconds, len(worker.lanes))
-        stats.append(pb.WorkerStats(worker=worker_message(hosted.name, worker), tasks=max(0, tasks), busy=busy))
+        stats.append(pb.WorkerStats(worker=message, tasks=max(0, tasks), busy=busy))
     return stats
 
 

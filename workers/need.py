@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, replace
 
 from engine_c import Model, session_bytes
+from workers.placement import placement_nodes
 from workers.plan import NodeWish, PlanError, plan_kv_blocks, plan_team
 from workers.segments import RESERVE, SegmentError
 from workers.team import TeamConfig
@@ -56,14 +57,17 @@ def memory_need(path: str | os.PathLike[str], config: TeamConfig, *, in_use: int
     topology = replace(topology, memory_available_bytes=max(0, topology.memory_available_bytes - in_use))
     wished = NodeWish(config.workers_per_node, config.threads_per_worker)
     plan = plan_team(topology, default=wished, front_lane=config.front_lane, smt=config.smt)
+    copies = max(1, len(placement_nodes(topology))) if config.placement == "replicate" else 1
     try:
-        weights = os.stat(path).st_size
+        weights = os.stat(path).st_size * copies
     except OSError as refusal:
         raise SegmentError(f"{path}: {refusal.strerror}") from refusal
     wish = replace(config.session, max_lanes=plan.max_lanes, front_lane=int(plan.front_lane))
     with Model.open(path) as model:
         if not wish.kv_blocks:
-            after = replace(topology, memory_available_bytes=max(0, topology.memory_available_bytes - weights))
+            # What is asked for is held against what is free at the end, in one sum with all the rest.
+            left = max(topology.memory_available_bytes - weights, config.kv_bytes or 0)
+            after = replace(topology, memory_available_bytes=left)
             try:
                 blocks = plan_kv_blocks(
                     model.info, kv_bytes=config.kv_bytes, topology=after, kv_format=wish.kv_format, max_seqs=wish.max_seqs

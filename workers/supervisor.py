@@ -132,7 +132,9 @@ class Supervisor:
         ]
 
     def _failed(self, ignoring: Collection[int]) -> Slot | None:
-        return next((slot for index, slot in self._slots.items() if slot.life.state is State.FAILED and index not in ignoring), None)
+        """One that is wanted and has failed; what is no longer wanted may have failed, it is on its way out."""
+        wanted = (slot for index, slot in self._slots.items() if index not in ignoring and self._wanted.get(index) == slot.spec)
+        return next((slot for slot in wanted if slot.life.state is State.FAILED), None)
 
     def _wake(self) -> None:
         with self._changed:

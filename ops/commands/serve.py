@@ -138,5 +138,5 @@ def container(model: str, cache: Path, quant: str) -> Path:
     with progress_bar("converting the model, once") as progress:
         resolved = resolve(model, cache=cache, quant=quant, progress=progress)
     if resolved.note:
-        print(f"colibri serve: {resolved.note}", file=sys.stderr)
+        print(f"colibri: {resolved.note}", file=sys.stderr)
     return resolved.path

@@ -31,17 +31,17 @@ def register(app: typer.Typer) -> None:
         ca: Ca = "",
     ) -> None:
         from colibri.v1 import operator_pb2 as pb
-        from ops.operators import operator_stub
+        from ops.operators import located, operator_stub
 
         request = pb.WatchStatsRequest(interval_ms=round(interval * 1000), model=model)
-        where = target(operator, cert, key, ca)
+        where = located(target(operator, cert, key, ca))
         with operator_stub(where) as stub:
             if as_json:
                 print_json(one_message(stub, request))
             elif once or not sys.stdout.isatty():
-                show_once(stub, request, place=operator)
+                show_once(stub, request, place=where.address)
             else:
-                show_live(stub, request, place=operator)
+                show_live(stub, request, place=where.address)
 
 
 def one_message(stub: operator_pb2_grpc.OperatorStub, request: pb.WatchStatsRequest) -> pb.WatchStatsResponse:

@@ -233,21 +233,15 @@ def test_a_file_that_is_no_model_is_refused_and_leaves_nothing(
 
 def test_a_model_that_does_not_fit_is_refused_before_anything_is_made(operated: Operating, models: tuple[Path, Path]) -> None:
     before = children()
-    request = op.LoadModelRequest(path=str(models[1]), name="two", kv_memory=1 << 45)
+    memory = operated.stub.Topology(op.TopologyRequest(), timeout=PATIENCE).memory_limit_bytes
+    request = op.LoadModelRequest(path=str(models[1]), name="two", kv_memory=memory)
     error = refused(lambda: operated.stub.LoadModel(request, timeout=PATIENCE))
     assert (error.code(), reason(error)) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "NO_MEMORY")
-    assert "MiB" in error.details()
+    needed, available = (int(detail(error, ErrorInfo).metadata[f"{what}_bytes"]) for what in ("needed", "available"))
+    assert available < memory < needed
+    assert f"{needed >> 20} MiB" in error.details()
+    assert f"{available >> 20} MiB" in error.details()
     assert children() == before
-
-
-def test_memory_that_is_there_but_not_enough_is_said_in_bytes(operated: Operating, models: tuple[Path, Path]) -> None:
-    available = operated.stub.Topology(op.TopologyRequest(), timeout=PATIENCE).memory_available_bytes
-    request = op.LoadModelRequest(path=str(models[1]), name="two", kv_memory=available - (128 << 20))
-    error = refused(lambda: operated.stub.LoadModel(request, timeout=PATIENCE))
-    info = detail(error, ErrorInfo)
-    if info.reason == "NO_MEMORY" and "needed_bytes" in info.metadata:
-        assert int(info.metadata["needed_bytes"]) > int(info.metadata["available_bytes"])
-    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 def test_workers_that_do_not_start_leave_nothing(
