@@ -34,7 +34,20 @@ PREAMBLE = """
 #pragma GCC diagnostic ignored "-Wunused-parameter"
 #pragma GCC diagnostic ignored "-Wmissing-field-initializers"
 #pragma GCC diagnostic ignored "-Wunused-function"
+#include <unistd.h>
 #include "colibri.h"
+
+static int colibri_front_step(int tell, colibri_session *session, const colibri_batch *batch, colibri_row_result *results,
+                              int32_t *seq_status, colibri_step_stats *stats, colibri_error *err) {
+  const uint64_t one = 1;
+  if (tell >= 0 && write(tell, &one, sizeof one) != sizeof one) { /* full: its reader has yet to see the last writes */ }
+  return colibri_step(session, batch, results, seq_status, stats, err);
+}
+"""
+# What the wrapper needs beside the library: called with the GIL released, as everything is.
+FRONT_STEP = """
+int colibri_front_step(int tell, colibri_session *session, const colibri_batch *batch, colibri_row_result *results, int32_t *seq_status,
+                       colibri_step_stats *stats, colibri_error *err);
 """
 
 
@@ -60,7 +73,7 @@ def extra_flags(variable: str) -> list[str]:
 def make_builder() -> FFI:
     """The cffi builder, with paths relative to the repository as setuptools wants them."""
     builder = FFI()
-    builder.cdef(declarations(HEADER.read_text()))
+    builder.cdef(declarations(HEADER.read_text()) + FRONT_STEP)
     builder.set_source(
         MODULE,
         PREAMBLE,

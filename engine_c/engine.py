@@ -168,11 +168,15 @@ class Session(_User):
         self._buffers = BatchBuffers(options, model.info.layers)
         self._error = ffi.new("colibri_error *")
 
-    def step(self, work: Sequence[SeqWork]) -> tuple[list[SeqResult], StepStats]:
-        """Runs all layers for one batch, results in its order. On EngineError only KV of earlier steps' positions may be used."""
+    def step(self, work: Sequence[SeqWork], *, tell: int = -1) -> tuple[list[SeqResult], StepStats]:
+        """Runs all layers for one batch, results in its order. On EngineError only KV of earlier steps' positions may be used.
+
+        tell >= 0: an eventfd to write to as the step begins. From Python it could not be done so late: who waits for it would take the
+        interpreter, and the step would begin only when it gives it back.
+        """
         buffers = self._buffers
         buffers.fill(work)
-        if lib.colibri_step(self._pointer, buffers.batch, buffers.rows, buffers.seq_status, buffers.stats, self._error):
+        if lib.colibri_front_step(tell, self._pointer, buffers.batch, buffers.rows, buffers.seq_status, buffers.stats, self._error):
             buffers.n_rows = 0
             raise fail(self._error)
         return buffers.results(work), buffers.step_stats()

@@ -65,6 +65,7 @@ class ServeConfig:
     max_queue_tokens: int = 1 << 18  # prompt tokens that may wait
     default_max_tokens: int = 512  # of a request that does not say
     stream_buffer_tokens: int = 1024  # tokens a client may leave unread, and
+    stream_interval_ms: float | None = None  # tokens may be held so long; None: not while few answers run, up to 50 while many do
     stream_patience: float = 5.0  # for so many seconds, before its request is called off
     max_message_bytes: int | None = None  # of a request; None: what the longest prompt of the model can need
     max_rpcs: int | None = None  # calls at once, health watches included; None: max_queue + max_seqs + 1024
@@ -159,6 +160,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "max_queue_tokens": (1, 1 << 40),
     "default_max_tokens": (1, 1 << 30),
     "stream_buffer_tokens": (16, 1 << 20),
+    "stream_interval_ms": (0.0, 1000.0),
     "stream_patience": (0.0, 3600.0),
     "max_message_bytes": (1 << 16, 1 << 30),
     "max_rpcs": (1, 1_000_000),

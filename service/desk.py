@@ -74,11 +74,15 @@ class Desk:
 
     def deliver(self, updates: list[Update]) -> None:
         """News from the engine. Those of a request whose caller has gone are dropped."""
+        touched: dict[str, Stream] = {}
         for update in updates:
             stream = self._streams.get(update.request.id)
             if stream is not None:
                 self.tokens += 0 if update.request.score else len(update.rows)
                 stream.push(update)
+                touched[update.request.id] = stream
+        for stream in touched.values():
+            stream.announce()
 
     def drain(self) -> None:
         """Takes nothing new from now on."""
@@ -98,3 +102,4 @@ class Desk:
         for stream in self.streams:
             self._engine.abort(stream.request.id)
             stream.push(Update(stream.request, fault=fault_of(stream.request)))
+            stream.announce()

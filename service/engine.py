@@ -1,7 +1,8 @@
 """The thread that owns the session: asks the scheduler what to run, runs it, tells the event loop what came of it.
 
 One lock guards the scheduler. The thread holds it between steps, never during one, so the loop can add and abort requests at any time and
-gets a typed refusal at once. News go to the loop with one call a step.
+gets a typed refusal at once. News of one step go to the loop as the next begins, so that what the loop does with them and what lies between
+two steps do not wait for each other; and not after every step while many requests run (service.outbox).
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ import asyncio
 import contextlib
 import logging
 import math
+import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from operator import add
@@ -23,6 +26,7 @@ import numpy.typing as npt
 
 from engine_c import EngineError, SeqResult, SeqWork, StepStats
 from service.faults import Draining, EngineFault, Fault, WorkersLost
+from service.outbox import Outbox
 from service.plan import Plan, SchedulerStats, Update
 from service.request import Request
 from service.scheduler import Scheduler
@@ -38,8 +42,8 @@ _IDLE_CHECK_AFTER = 1.0  # seconds of idling before the books are checked
 class Stepper(Protocol):
     """The part of engine_c.Session that the thread uses."""
 
-    def step(self, work: Sequence[SeqWork]) -> tuple[list[SeqResult], StepStats]:
-        """Runs one batch; EngineError if it could not be done."""
+    def step(self, work: Sequence[SeqWork], *, tell: int = -1) -> tuple[list[SeqResult], StepStats]:
+        """Runs one batch; EngineError if it could not be done. `tell`: an eventfd to be written to as it begins."""
         ...
 
     def expert_counts(self) -> npt.NDArray[np.uint64]:
@@ -88,9 +92,16 @@ class EngineThread:
     """Runs a session from `start` to `stop`. All other methods are for the loop's thread."""
 
     def __init__(
-        self, session: Stepper, scheduler: Scheduler, *, lane_grace: float = 10.0, settle: Callable[[], object] = lambda: None
+        self,
+        session: Stepper,
+        scheduler: Scheduler,
+        *,
+        lane_grace: float = 10.0,
+        stream_interval: float | None = None,
+        settle: Callable[[], object] = lambda: None,
     ) -> None:
-        """settle is called on the thread before its first step."""
+        """`lane_grace`: seconds to wait when nothing is left that computes; `stream_interval`: as Outbox has it; `settle` is called on the
+        thread before its first step."""
         self._session = session
         self._scheduler = scheduler
         self._lane_grace = lane_grace
@@ -105,14 +116,20 @@ class EngineThread:
         self._gone_since = self._gone_seen = -math.inf
         self._loop: asyncio.AbstractEventLoop | None = None
         self._deliver: Deliver | None = None
+        self._outbox = Outbox(stream_interval)
+        self._mail: deque[list[Update]] = deque()  # on its way: appended here, taken by the loop
+        self._bell = -1  # eventfd that the loop watches
+        self._step_seconds = 0.0  # what the last step took
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.progress = Progress()
 
     # ------------------------------------------------------------ the loop's side
 
     def start(self, loop: asyncio.AbstractEventLoop, deliver: Deliver) -> None:
-        """Starts the thread. `deliver` is called on `loop`, with all news of a step at once."""
+        """Starts the thread. `deliver` is called on `loop`, with the news of some steps at once."""
         self._loop, self._deliver = loop, deliver
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        loop.add_reader(self._bell, self._open_mail)
         self.progress.alive = True
         self._thread.start()
 
@@ -170,6 +187,20 @@ class EngineThread:
         with self._lock:
             self._scheduler.check_integrity()
 
+    def _open_mail(self) -> None:
+        assert self._deliver is not None
+        os.eventfd_read(self._bell)
+        while self._mail:
+            self._deliver(self._mail.popleft())
+
+    def _hang_up(self) -> None:
+        """The thread has ended: what it sent last is delivered, and nothing is watched any more."""
+        assert self._loop is not None
+        self._loop.remove_reader(self._bell)
+        os.eventfd_write(self._bell, 1)
+        self._open_mail()
+        os.close(self._bell)
+
     # ------------------------------------------------------------ the thread's side
 
     def _run(self) -> None:
@@ -177,13 +208,17 @@ class EngineThread:
         self._settle()
         try:
             while (plan := self._next_plan()) is not None:
-                self._send(self._step(plan))
+                self._outbox.put(self._step(plan), now=time.monotonic(), running=len(plan.shares))
+            self._post(self._outbox.take_all())
         except BaseException:
             log.exception("the engine thread failed; nothing more can be served")
             self._fail_all()
             raise
         finally:
             self.progress.alive = False
+            assert self._loop is not None
+            with contextlib.suppress(RuntimeError):  # the loop has closed: nobody is left to tell
+                self._loop.call_soon_threadsafe(self._hang_up)
 
     def _next_plan(self) -> Plan | None:
         """The next step to run, waiting for one; None when it is time to stop. News that came without a step are sent on the way."""
@@ -194,11 +229,12 @@ class EngineThread:
                     return None
                 plan = self._scheduler.schedule(now=time.monotonic())
                 news = self._scheduler.take_news()
-            self._send(news)
+            self._outbox.put(news, now=plan.at, running=len(plan.shares))
             if plan.shares:
                 return plan
             if not news:
                 raise RuntimeError("there is work, yet none of it can run")
+            self._post(self._outbox.take_all())
 
     def _wait_for_work(self) -> None:
         """Sleeps until there is work. A while into idling the books are checked, once: they are small then and nobody waits."""
@@ -210,6 +246,7 @@ class EngineThread:
                     tell()
             if self._scheduler.has_work() or self._stopping:
                 return
+            self._post(self._outbox.take_all())
             if not self._wake.wait(timeout) and timeout is not None:
                 self._scheduler.check_integrity()
                 timeout = None
@@ -228,6 +265,7 @@ class EngineThread:
         finally:
             self.progress.busy_since = None
         now = time.monotonic()
+        self._step_seconds = now - plan.at
         totals = _add(self._totals, plan, stats)
         if now >= self._next_look:
             self._next_look = now + _EXPERTS_EVERY
@@ -241,14 +279,16 @@ class EngineThread:
 
         The time counts from when the lanes went, not anew for every step: who waits in the queue does not wait one grace after the other.
         """
+        tell = self._prepare_mail(plan)
         while True:
             try:
-                result = self._session.step(plan.work)
+                result = self._session.step(plan.work, tell=tell)
                 self.progress.lanes_gone = False
                 return result
             except EngineError as error:
                 if error.name != "ENOLANES":
                     raise
+                self._post(self._outbox.take_all())
                 self.progress.lanes_gone = True
                 gone = self._gone_for(time.monotonic())
                 with self._wake:
@@ -273,14 +313,22 @@ class EngineThread:
         fault = EngineFault("ENGINE_STOPPED", "the engine failed; its log says why")
         with self._lock:
             requests = list(self._scheduler.requests.values())
-        self._send([Update(request, fault=fault) for request in requests])
+        self._post([*self._outbox.take_all(), *[Update(request, fault=fault) for request in requests]])
 
-    def _send(self, updates: list[Update]) -> None:
-        if updates and self._loop is not None and self._deliver is not None:
-            try:
-                self._loop.call_soon_threadsafe(self._deliver, updates)
-            except RuntimeError:  # the loop has closed: nobody is left to tell
-                log.debug("%d news came after the loop had closed", len(updates))
+    def _prepare_mail(self, plan: Plan) -> int:
+        """Puts into the mail what can't wait for the end of this step. The bell to ring as it begins, or -1."""
+        prefills = plan.rows > len(plan.shares)  # may take any time
+        due = self._outbox.take(now=plan.at, next_in=math.inf if prefills else self._step_seconds)
+        if not due:
+            return -1
+        self._mail.append(due)
+        return self._bell
+
+    def _post(self, updates: list[Update]) -> None:
+        """Sends at once."""
+        if updates:
+            self._mail.append(updates)
+            os.eventfd_write(self._bell, 1)
 
 
 def _name_thread(name: str) -> None:

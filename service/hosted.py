@@ -80,7 +80,13 @@ class Hosted:
         self.team = team
         self.model = model
         self.metrics = metrics.model(model.name)
-        self.engine = EngineThread(team.session, _scheduler(team, config), lane_grace=config.lane_grace, settle=team.settle)
+        self.engine = EngineThread(
+            team.session,
+            _scheduler(team, config),
+            lane_grace=config.lane_grace,
+            stream_interval=None if config.stream_interval_ms is None else config.stream_interval_ms / 1000,
+            settle=team.settle,
+        )
         self.desk = Desk(self.engine, stream_limit=config.stream_buffer_tokens, stream_patience=config.stream_patience)
         self.loaded_at = time.monotonic()
         self.state = ModelState.LOADING

@@ -24,10 +24,11 @@ from service.hosted import Hosted
 from service.messages import Narrator, score_response, timings
 from service.metrics import ModelMetrics
 from service.models import ModelHost
-from service.params import read_max_tokens, read_sampling, read_stops, read_top_logprobs
+from service.params import read_max_tokens, read_sampling, read_stops, read_stream_interval, read_top_logprobs
 from service.request import Request
 from service.served import Prompt, ServedModel
-from service.streams import Stream
+from service.streams import Stream, Writer
+from service.telling import Teller
 
 log = logging.getLogger("colibri.service")
 _Response = TypeVar("_Response")
@@ -35,6 +36,7 @@ _Result = TypeVar("_Result")
 _Context = grpc.aio.ServicerContext[Any, Any]
 _INLINE = 4096  # bytes or tokens that are worked through on the loop; more would hold it up
 _MAX_ID = 128
+SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 
 
 @dataclass(slots=True)
@@ -68,6 +70,15 @@ def read_request_id(context: _Context) -> str:
         if key == "x-request-id" and isinstance(value, str) and 0 < len(value) <= _MAX_ID and value.isascii() and value.isprintable():
             return value
     return uuid.uuid4().hex
+
+
+def add_inference(servicer: InferenceServicer, server: grpc.aio.Server) -> None:
+    """Registers the service. Generate writes its messages as bytes."""
+    inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server)
+    read = pb.GenerateRequest.FromString
+    generate: grpc.RpcMethodHandler[pb.GenerateRequest, bytes]
+    generate = grpc.unary_stream_rpc_method_handler(servicer.Generate, request_deserializer=read)
+    server.add_registered_method_handlers(SERVICE, {"Generate": generate})
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
@@ -114,6 +125,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             max_tokens=max_tokens,
             stop_ids=stops.token_ids,
             deadline=_deadline(context),
+            interval=read_stream_interval(message),
         )
         skip_special = message.skip_special_tokens if message.HasField("skip_special_tokens") else True
         detokeniser = None if model.tokenizer is None else model.tokenizer.continuation(skip_special=skip_special)
@@ -121,20 +133,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         return Narrator(request, answer, logprobs=top_logprobs is not None, bytes_of=model.token_bytes)
 
     async def _tell(self, narrator: Narrator, stream: Stream, context: _Context, metrics: ModelMetrics, *, streaming: bool) -> None:
-        last: float | None = None
-        while not narrator.ended:
-            before = narrator.tokens
-            narrator.absorb(await stream.take())
-            last = _observe_tokens(metrics, narrator.tokens - before, last)
-            delta = narrator.take_delta() if streaming or narrator.ended else None
-            if delta is not None:
-                await stream.send(context.write(pb.GenerateResponse(delta=delta)))
+        async with Teller(narrator, stream, Writer(context.write), metrics, streaming=streaming) as teller:
+            await teller.ended()
+        if (delta := narrator.take_delta()) is not None:
+            await context.write(delta)
         if narrator.fault is not None:
             raise narrator.fault
 
     async def _send_finish(self, narrator: Narrator, call: Call, context: _Context, hosted: Hosted) -> None:
-        finish = narrator.finish(model=hosted.name, request_id=call.id, now=time.monotonic())
-        await context.write(pb.GenerateResponse(finish=finish))
+        await context.write(narrator.finish(model=hosted.name, request_id=call.id, now=time.monotonic()))
 
     # ------------------------------------------------------------ Score and the rest
 
@@ -248,14 +255,6 @@ async def _read_prompt(
     model: ServedModel, message: pb.GenerateRequest | pb.ScoreRequest | pb.TokenizeRequest, *, add_special_tokens: bool = True
 ) -> Prompt:
     return await _aside(message.ByteSize(), partial(model.read_prompt, message, add_special_tokens=add_special_tokens))
-
-
-def _observe_tokens(metrics: ModelMetrics, count: int, last: float | None) -> float:
-    now = time.monotonic()
-    if last is not None and count:
-        for _ in range(count):
-            metrics.inter_token.observe((now - last) / count)
-    return now
 
 
 def _observe(narrator: Narrator, metrics: ModelMetrics) -> None:

@@ -45,8 +45,10 @@ class Narrator:
         self._logprobs = logprobs
         self._bytes_of = bytes_of
         self._stop_token: int | None = None
-        self._delta = pb.Delta()
+        self._message = pb.GenerateResponse()  # made once and filled anew: building one costs more than all else here
+        self._delta = self._message.delta
         self._text: list[str] = []
+        self._tokens: list[int] = []
 
     @property
     def tokens(self) -> int:
@@ -66,17 +68,23 @@ class Narrator:
                 self._end(update)
                 return
 
-    def take_delta(self) -> pb.Delta | None:
-        """What has come since the last one, if anything."""
-        delta, text = self._delta, "".join(self._text)
-        if not delta.token_ids and not text:
+    def take_delta(self) -> bytes | None:
+        """What has come since the last one, if anything: a GenerateResponse as it is sent."""
+        text = "".join(self._text)
+        if not self._tokens and not text:
             return None
-        self._delta, self._text = pb.Delta(), []
+        delta = self._delta
         delta.text = text
-        return delta
+        delta.token_ids.extend(self._tokens)
+        raw = self._message.SerializeToString()
+        self._text.clear()
+        self._tokens.clear()
+        del delta.token_ids[:]
+        del delta.logprobs[:]
+        return raw
 
-    def finish(self, *, model: str, request_id: str, now: float) -> pb.Finish:
-        """The terminal message."""
+    def finish(self, *, model: str, request_id: str, now: float) -> bytes:
+        """The terminal message: a GenerateResponse as it is sent."""
         request = self.request
         usage = pb.Usage(prompt_tokens=len(request.prompt), completion_tokens=self.tokens, cached_tokens=request.cached)
         message = pb.Finish(reason=self.reason, usage=usage, timings=timings(request, now=now), seed=request.sampling.seed)
@@ -85,12 +93,12 @@ class Narrator:
             message.stop_string = self._answer.matched
         elif self._stop_token is not None:
             message.stop_token_id = self._stop_token
-        return message
+        return pb.GenerateResponse(finish=message).SerializeToString()
 
     def _absorb_rows(self, rows: Sequence[RowResult]) -> None:
         for row in rows:
             self._text.append(self._answer.feed(row.token))
-            self._delta.token_ids.append(row.token)
+            self._tokens.append(row.token)
             if self._logprobs:
                 self._delta.logprobs.append(token_logprob(row.token, row.logprob, row, self._bytes_of))
             if self._answer.matched is not None:

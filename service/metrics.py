@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 from engine_c import OPERATIONS
 from service.engine import EngineTotals
 from service.plan import SchedulerStats
+from service.tally import Tallies
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
@@ -40,15 +41,16 @@ class Metrics:
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(name, text, ["model_name", *labels], registry=self.registry)
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
-            return Histogram(name, text, ["model_name"], registry=self.registry, buckets=buckets)
+        def histogram(name: str, text: str) -> Histogram:
+            return Histogram(name, text, ["model_name"], registry=self.registry, buckets=_SECONDS)
 
         self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens taken in.")
         self.generation_tokens = counter("vllm:generation_tokens", "Tokens generated.")
         self.successes = counter("vllm:request_success", "Requests answered, by how they ended.", "finished_reason")
         self.failures = counter("colibri_requests_failed", "Requests that ended with a status other than OK.", "code")
         self.first_token = histogram("vllm:time_to_first_token_seconds", "From acceptance to the first token.")
-        self.inter_token = histogram("vllm:inter_token_latency_seconds", "Between tokens of one answer.", _TOKEN_SECONDS)
+        text = "Between tokens of one answer."
+        self.inter_token = Tallies("vllm:inter_token_latency_seconds", text, _TOKEN_SECONDS, registry=self.registry)
         self.end_to_end = histogram("vllm:e2e_request_latency_seconds", "From acceptance to the end.")
         self.queue_time = histogram("vllm:request_queue_time_seconds", "From acceptance to the first step.")
 
@@ -112,8 +114,9 @@ class ModelMetrics:
     def forget(self) -> None:
         """The model is gone; a page scraped from now on does not have it."""
         shared = self._shared
-        for metric in (shared.first_token, shared.inter_token, shared.end_to_end, shared.queue_time):
+        for metric in (shared.first_token, shared.end_to_end, shared.queue_time):
             metric.remove(self._model)
+        shared.inter_token.remove(self._model)
         for counter in (shared.prompt_tokens, shared.generation_tokens):
             counter.remove(self._model)
         for reason in self._reasons:

@@ -18,6 +18,8 @@ MAX_STOP_TOKENS = 64
 _MAX_CHARS_PER_TOKEN = 64
 _MAX_UTF8 = 4  # bytes of a character
 _LEAST_MESSAGE_BYTES = 1 << 20
+_MAX_INTERVAL_MS = 1000
+_STOP_INTERVAL = 0.05  # seconds that tokens may be held if a stop string may be among them
 _SEED_BITS = 53  # a made-up seed survives JSON clients
 
 
@@ -129,3 +131,18 @@ def read_max_tokens(message: pb.GenerateRequest, *, prompt_tokens: int, field: s
         fits = f"with the prompt's {prompt_tokens} tokens at most {room} fit the context of {bounds.max_context}"
         raise InvalidField("max_tokens", f"is {message.max_tokens}; {fits}")
     return message.max_tokens
+
+
+def read_stream_interval(message: pb.GenerateRequest) -> float | None:
+    """Seconds tokens may be held; None: as the server has it. Raises InvalidField.
+
+    Without a stream nothing needs to be told before the end, but a stop string must be found soon.
+    """
+    if message.stream_interval_ms > _MAX_INTERVAL_MS:
+        raise InvalidField("stream_interval_ms", f"is {message.stream_interval_ms}; it can be at most {_MAX_INTERVAL_MS}")
+    given = message.stream_interval_ms / 1000 if message.HasField("stream_interval_ms") else None
+    if message.HasField("stream") and not message.stream:
+        given = _MAX_INTERVAL_MS / 1000
+    if given is not None and message.stop.strings:
+        return min(given, _STOP_INTERVAL)
+    return given

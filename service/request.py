@@ -58,6 +58,7 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     deadline: float | None = None  # seconds, on the clock passed to the scheduler
     score: bool = False
+    interval: float | None = None  # seconds tokens may be held on their way to the caller; None: as the server has it
 
     state: State = State.WAITING
     tokens: list[int] = field(default_factory=list)  # prompt and output; kept as one list because every step reads it

@@ -20,13 +20,14 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from colibri.v1 import inference_pb2, inference_pb2_grpc
+from colibri.v1 import inference_pb2
 from service.address import check_address
 from service.artifact import read_artifact
 from service.config import ConfigError, ServeConfig, unknown_variables
 from service.health import LIVENESS, READINESS, HealthServicer
 from service.hosted import Hosted
-from service.inference import InferenceServicer
+from service.inference import InferenceServicer, add_inference
+from service.loop import ServerLoop
 from service.metrics import Metrics, Snapshot
 from service.models import ModelHost
 from service.operator_server import OperatorServer
@@ -87,7 +88,8 @@ class Server:
     def run(self) -> None:
         """Serves until SIGTERM or SIGINT and drains. Raises ConfigError, or what the engine and workers raise, if it cannot start."""
         sys.setswitchinterval(_SWITCH)
-        asyncio.run(self._run())
+        with asyncio.Runner(loop_factory=ServerLoop) as runner:
+            runner.run(self._run())
 
     async def _run(self) -> None:
         with self._signals():
@@ -152,7 +154,7 @@ class Server:
         options = channel_options(self.config.max_message_bytes or self.default.model.bounds.message_bytes)
         checks = (ReadingInterceptor(lambda code: self.default.metrics.count_failure(code)),)
         server = grpc.aio.server(options=options, maximum_concurrent_rpcs=self.config.rpcs, interceptors=checks)
-        inference_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(self.host), server)
+        add_inference(InferenceServicer(self.host), server)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, server)
         reflection.enable_server_reflection(_SERVICES, server)
         try:

@@ -19,8 +19,7 @@ class Costs:
     """CPU microseconds of one token, measured by themselves."""
 
     detokenise: float
-    build: float  # the message, detokenising not included
-    serialise: float
+    message: float  # from a step's news to bytes, detokenising not included
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +53,9 @@ def break_down(window: Window, own: Row, costs: Costs) -> Parts:
         "wake-ups and waiting for Python": wall - step - scheduling,
     }
     cpu = {name: 1e6 * seconds / tokens for name, seconds in window.cpu.items()}
-    known = costs.detokenise + costs.build + costs.serialise
+    known = costs.detokenise + costs.message
     rest = cpu.pop("loop") - known
-    cpu |= {"detokenise": costs.detokenise, "build message": costs.build, "serialise": costs.serialise}
+    cpu |= {"detokenise": costs.detokenise, "make and serialise message": costs.message}
     cpu["asyncio, the rest of the loop"] = rest
     return Parts(wall, times, cpu)
 

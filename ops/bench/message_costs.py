@@ -6,7 +6,6 @@ import random
 import time
 from pathlib import Path
 
-from colibri.v1 import inference_pb2 as pb
 from engine_c import GREEDY, Model, RowResult
 from ops.bench.breakdown import Costs
 from service.answer import Answer
@@ -32,25 +31,19 @@ def message_costs(path: Path, *, tokens: int) -> Costs:
         for token in ids:
             continuation.feed(token)
         detokenise = time.perf_counter() - begin
-    told, messages = _narrate(ids, tokenizer)
-    begin = time.perf_counter()
-    for message in messages:
-        message.SerializeToString()
-    serialise = time.perf_counter() - begin
+    told = _narrate(ids, tokenizer)
     scale = 1e6 / tokens
-    return Costs(detokenise=detokenise * scale, build=max(0.0, told - detokenise) * scale, serialise=serialise * scale)
+    return Costs(detokenise=detokenise * scale, message=max(0.0, told - detokenise) * scale)
 
 
-def _narrate(ids: list[int], tokenizer: Tokenizer | None) -> tuple[float, list[pb.GenerateResponse]]:
-    """Seconds to make the messages, and the messages."""
+def _narrate(ids: list[int], tokenizer: Tokenizer | None) -> float:
+    """Seconds to make the messages, from news to bytes."""
     request = Request("cost", (1,), GREEDY, max_tokens=len(ids) + 1)
     answer = Answer(None if tokenizer is None else tokenizer.continuation())
     narrator = Narrator(request, answer, logprobs=False, bytes_of=lambda _: b"")
     updates = [[Update(request, rows=(RowResult(token, 0.0, 0.0, -1, ()),))] for token in ids]
-    messages = []
     begin = time.perf_counter()
     for update in updates:
         narrator.absorb(update)
-        delta = narrator.take_delta()
-        messages.append(pb.GenerateResponse(delta=delta))
-    return time.perf_counter() - begin, messages
+        narrator.take_delta()
+    return time.perf_counter() - begin

@@ -50,14 +50,14 @@ class Gate:
         self.entered = 0  # steps begun
         self.fault: Callable[[int], Exception | None] = lambda _: None
 
-    def step(self, work: Sequence[SeqWork]) -> tuple[list[SeqResult], StepStats]:
+    def step(self, work: Sequence[SeqWork], *, tell: int = -1) -> tuple[list[SeqResult], StepStats]:
         self.entered += 1
         if not self._open.wait(PATIENCE):
             raise AssertionError("nobody opened the gate")
         error = self.fault(self.entered)
         if error is not None:
             raise error
-        return self._session.step(work)
+        return self._session.step(work, tell=tell)
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._session, name)

@@ -11,7 +11,7 @@ from ops.bench.measure import BenchError, Row
 def test_wall_time_splits_without_rest() -> None:
     own = Row("engine", "tokens/s", (1000.0,), {"python": 0.1})
     window = Window(2.0, {"rows": 1600.0, "step_seconds": 1.6}, {"loop": 0.4, "engine": 1.6, "grpc": 0.08, "workers": 1.2, "clients": 0.16})
-    parts = break_down(window, own, Costs(detokenise=10.0, build=20.0, serialise=5.0))
+    parts = break_down(window, own, Costs(detokenise=10.0, message=25.0))
     assert parts.wall == pytest.approx(1250)
     assert parts.times == pytest.approx(
         {"step, as the engine alone": 900, "step, longer beside gRPC": 100, "scheduling": 100, "wake-ups and waiting for Python": 150}
