@@ -17,7 +17,7 @@ C_TESTS := $(wildcard engine_c/tests/test_*.c)
 PROTOS := $(shell find proto -name '*.proto') proto/build_proto.py
 PYTHON_CODE := engine_c workers service ops proto tests setup.py
 
-.PHONY: help demo serve test test-arm test-numa check sanitize fuzz bench proto engine clean
+.PHONY: help demo serve test test-arm test-numa soak check sanitize fuzz bench proto engine clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12

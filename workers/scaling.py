@@ -84,12 +84,14 @@ class Scaling:
             spec = self._spec(index)
             if index in self._drained:
                 return self._change(self._wishes, self._drained - {index}, deadline)
-            rest = tuple(other for other in self.plan.workers if other.index != index)
-            if not self.plan.front_lane and not self._computing(rest):
-                rest = (*rest, self._spare(spec))
             plan = self.plan
-            both = replace(plan, workers=(spec, *rest))
-            self._move([both, replace(plan, workers=rest), both, plan], deadline)
+            rest = tuple(other for other in plan.workers if other.index != index)
+            around = []
+            # One that does not compute itself, having failed perhaps, needs nobody in its place.
+            if not plan.front_lane and self._computing((spec,)) and not self._computing(rest):
+                rest = (*rest, self._spare(spec))
+                around = [replace(plan, workers=(spec, *rest))]
+            self._move([*around, replace(plan, workers=rest), *around, plan], deadline)
             return plan
 
     # ---------------------------------------------------------------- under the lock

@@ -28,9 +28,9 @@ typedef struct bench {
 
 static int token_at(const bench *b, int position) { return (position * 37 + position / 5 + 3) % b->vocab; }
 
-static colibri_session *open_wide(const colibri_model *model, int split) {
+static colibri_session *open_wide(const colibri_model *model, int kv_format, int split) {
   return run_open(model, (colibri_session_options){.max_rows = LONGEST, .max_seqs = CROWD, .max_logit_rows = LONGEST, .kv_blocks = CROWD * CROWD_BLOCKS,
-                                                   .kv_format = COLIBRI_KV_BF16, .max_lanes = LANES, .front_lane = 1, .spin_us = 100, .split_down = split});
+                                                   .kv_format = kv_format, .max_lanes = LANES, .front_lane = 1, .spin_us = 100, .split_down = split});
 }
 
 /* n sequences of rows[i] rows from start[i] on, each with blocks of its own that begin at i * per_seq; logits of all rows. */
@@ -99,11 +99,11 @@ static int row_block(int format, int width) { return (int)(400000 / colibri_row_
 /* On both sides of: rows the front end prepares itself (2); the kernels' tiles of 1 to 8 and 12 rows; an attention tile (8 rows: also whether the tasks store the
  * keys themselves); a block of rows; a tile of a product's rows (512). */
 static void check_all(bench *b, const random_shape *shape, int longest) {
-  int block = row_block(shape->format, shape->hidden);
+  int block = row_block(shape->format, shape->hidden), o_block = row_block(shape->format, shape->heads * shape->head_dim);
   for (int n = 1; n <= 17; n++) check_prompt(b, n), check_crowd(b, n);
   const int more[] = {24, 25, 32, 33, 48, 63, 64};
   for (size_t i = 0; i < sizeof more / sizeof *more; i++) check_crowd(b, more[i]);
-  const int prompts[] = {31, 33, 65, block, block + 1, LONGEST - 1, LONGEST};
+  const int prompts[] = {31, 33, 65, block, block + 1, o_block, o_block + 1, LONGEST - 1, LONGEST};
   for (size_t i = 0; i < sizeof prompts / sizeof *prompts; i++)
     if (prompts[i] <= longest) check_prompt(b, prompts[i]);
 }
@@ -119,12 +119,12 @@ static void check_lanes(bench *b, int n) {
   colibri_worker_detach(w);
 }
 
-static void check_model(const char *isa, random_shape shape, int format, int longest) {
+static void check_model(const char *isa, random_shape shape, int format, int kv_format, int longest) {
   shape.format = format;
   bench b = {.model = run_model(&shape, 5), .vocab = shape.vocab, .alone = malloc(sizeof(float) * LONGEST * (size_t)shape.vocab)};
   for (int split = 0; split <= 1; split++) {
-    b.s = open_wide(b.model, split);
-    snprintf(b.name, sizeof b.name, "%s %s, %d experts%s", isa, format_names[format], shape.experts, split ? ", split" : "");
+    b.s = open_wide(b.model, kv_format, split);
+    snprintf(b.name, sizeof b.name, "%s %s, %d experts%s%s", isa, format_names[format], shape.experts, kv_format == COLIBRI_KV_F32 ? ", KV f32" : "", split ? ", split" : "");
     if (!split) learn_alone(&b, longest);
     check_all(&b, &shape, split ? 64 : longest);
     for (int n = 1; n <= LANES; n += split ? 2 : 1) check_lanes(&b, n);
@@ -136,8 +136,8 @@ static void check_model(const char *isa, random_shape shape, int format, int lon
 
 static void test_isa(const char *isa) {
   for (int format = 0; format < COLIBRI_FORMATS; format++) {
-    check_model(isa, dense, format, LONGEST);
-    check_model(isa, sparse, format, 130);
+    check_model(isa, dense, format, COLIBRI_KV_BF16, LONGEST);
+    check_model(isa, sparse, format, format % 2 ? COLIBRI_KV_BF16 : COLIBRI_KV_F32, 130);
   }
 }
 

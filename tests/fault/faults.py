@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from colibri.v1 import operator_pb2 as op
 from tests.fault.harness import wait_for
 from tests.fault.inject import exit_quietly, take_memory
 from tests.fault.memory_group import MemoryGroup
-from tests.fault.served import Served
+from tests.fault.served import START_S, RolledBack, Served
 
 RECOVERY_S = 10
 """A worker that is not back by then is an error of its own."""
+MOST_WORKERS = 4
 SPARE = 96 << 20
 """Bytes a group may grow by before the kernel kills."""
 
@@ -38,6 +42,7 @@ class Event:
     kind: str
     begin: float
     end: float  # all workers are back and compute
+    stall_s: float = 0.0  # longest pause of a stream meanwhile
 
     @property
     def recovery_s(self) -> float:
@@ -50,57 +55,53 @@ def strike(kind: Kind, served: Served, rng: random.Random) -> Event:
     struck = set(kind.apply(served, rng))
 
     def replaced() -> bool:
-        ready = served.ready()
-        return len(ready) == served.wanted and not struck.intersection(ready) and all(computes(pid) for pid in ready)
+        ready = {worker.pid: worker.tasks for worker in served.ready()}
+        return len(ready) == served.wanted and not struck & ready.keys() and all(ready.values())
 
     wait_for(replaced, seconds=RECOVERY_S, what=f"workers in place of {sorted(struck)} after {kind.name}")
     return Event(kind.name, begin, time.monotonic())
 
 
-def computes(pid: int) -> bool:
-    """Whether a lane of a worker has had CPU time: anything but its main thread, which waits for the front end's end."""
-    try:
-        lanes = [int(name) for name in os.listdir(f"/proc/{pid}/task") if int(name) != pid]
-        return any(int(open(f"/proc/{pid}/task/{lane}/schedstat").read().split()[0]) for lane in lanes)
-    except FileNotFoundError:
-        return False
-
-
 # ---------------------------------------------------------------- kinds
+
+
+def _kill(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
 
 
 def by_signal(number: signal.Signals, *, stall_s: float) -> Kind:
     """A signal to one worker."""
 
     def apply(served: Served, rng: random.Random) -> list[int]:
-        victim = rng.choice(served.ready())
-        os.kill(victim, number)
+        victim = rng.choice(served.ready()).pid
+        _kill(victim, number)
         return [victim]
 
     return Kind(number.name, apply, stall_s, recovery_s=max(1.0, 1.0 + stall_s))
 
 
 def _all_at_once(served: Served, rng: random.Random) -> list[int]:
-    victims = served.ready()
+    victims = [worker.pid for worker in served.ready()]
     for victim in victims:
-        os.kill(victim, signal.SIGKILL)
+        _kill(victim, signal.SIGKILL)
     return victims
 
 
 def _while_starting(served: Served, rng: random.Random) -> list[int]:
     """Kills a worker, then its successor as soon as there is one."""
-    victim = rng.choice(served.ready())
+    victim = rng.choice(served.ready()).pid
     before = set(served.pids())
-    os.kill(victim, signal.SIGKILL)
+    _kill(victim, signal.SIGKILL)
     wait_for(lambda: bool(set(served.pids()) - before), seconds=RECOVERY_S, what="a successor")
     successors = set(served.pids()) - before
     for successor in successors:
-        os.kill(successor, rng.choice([signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP]))
+        _kill(successor, rng.choice([signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP]))
     return [victim, *successors]
 
 
 def _exit_quietly(served: Served, rng: random.Random) -> list[int]:
-    victim = rng.choice(served.ready())
+    victim = rng.choice(served.ready()).pid
     return [victim] if exit_quietly(victim) else []
 
 
@@ -108,7 +109,7 @@ def out_of_memory(group: MemoryGroup) -> Kind:
     """A worker takes more memory than the group of all processes may have; the kernel kills in it."""
 
     def apply(served: Served, rng: random.Random) -> list[int]:
-        victim = rng.choice(served.ready())
+        victim = rng.choice(served.ready()).pid
         kills = group.kills()
         group.limit(group.used() + SPARE)
         if not take_memory(victim, 4 * SPARE):
@@ -118,6 +119,44 @@ def out_of_memory(group: MemoryGroup) -> Kind:
         return [victim]
 
     return Kind("memory limit", apply, stall_s=0.5)
+
+
+# ---------------------------------------------------------------- what operators do
+
+
+def _scale_up(served: Served, rng: random.Random) -> list[int]:
+    served.scale(min(MOST_WORKERS, served.wanted + rng.randint(1, 2)))
+    return []
+
+
+def _scale_down(served: Served, rng: random.Random) -> list[int]:
+    served.scale(max(1, served.wanted - rng.randint(1, 2)))
+    return []
+
+
+def _scale_amid_kills(served: Served, rng: random.Random) -> list[int]:
+    """Kills a worker while the number of workers changes. The change may fail, but then all is as it was."""
+    victim, wish = rng.choice(served.ready()).pid, rng.randint(1, MOST_WORKERS)
+    killer = threading.Timer(rng.uniform(0.0, 0.3), _kill, (victim, signal.SIGKILL))
+    killer.start()
+    with contextlib.suppress(RolledBack):
+        served.scale(wish)
+    killer.join()
+    return [victim]
+
+
+def _drain(served: Served, rng: random.Random) -> list[int]:
+    """Drains a worker, then asks for as many as there were."""
+    victim = rng.choice(served.ready())
+    served.operator.Drain(op.DrainRequest(worker=victim.index), timeout=START_S)
+    served.scale(served.wanted)
+    return [victim.pid]
+
+
+def _restart(served: Served, rng: random.Random) -> list[int]:
+    victim = rng.choice(served.ready())
+    served.operator.RestartWorker(op.RestartWorkerRequest(worker=victim.index), timeout=START_S)
+    return [victim.pid]
 
 
 def kinds(deadline_s: float) -> list[Kind]:
@@ -130,4 +169,9 @@ def kinds(deadline_s: float) -> list[Kind]:
         Kind("_exit(0)", _exit_quietly, stall_s=0.1),
         Kind("SIGKILL of all", _all_at_once, stall_s=0.1),
         Kind("while starting", _while_starting, stall_s=deadline_s, recovery_s=2.0 + deadline_s),
+        Kind("scale up", _scale_up, stall_s=0.1, recovery_s=2.0),
+        Kind("scale down", _scale_down, stall_s=0.1, recovery_s=2.0),
+        Kind("scale amid kills", _scale_amid_kills, stall_s=0.1, recovery_s=3.0),
+        Kind("drain", _drain, stall_s=0.1, recovery_s=3.0),
+        Kind("restart", _restart, stall_s=0.1, recovery_s=2.0),
     ]

@@ -17,6 +17,12 @@ from workers.team import TeamConfig
 PATIENCE = 10 if "COLIBRI_SANITIZER" in os.environ else 1
 """Time limits are of ordinary builds; an instrumented one, also of the workers, is several times slower."""
 
+
+def limit(seconds: float) -> float:
+    """What may take so long on an idle machine, on this one as it is: longer if more wants to run than it has CPUs for."""
+    return seconds * PATIENCE * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
 SEQUENCES = 16
 STEPS = 60
 LONG = 48  # tokens of a long prompt

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -61,7 +62,7 @@ class Stream:
     tokens: int = 0
     failed: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
-    pauses: list[Pause] = field(default_factory=list)
+    pauses: deque[Pause] = field(default_factory=lambda: deque(maxlen=2000))
 
 
 class Load:
@@ -91,9 +92,13 @@ class Load:
         """Received so far."""
         return sum(stream.tokens for stream in self.streams)
 
+    def troubles(self) -> int:
+        """Calls so far that failed or were wrong."""
+        return sum(len(stream.failed) + len(stream.wrong) for stream in self.streams)
+
     def longest_pause(self, begin: float, end: float) -> float:
         """Seconds of the longest pause that overlaps this time; 0 if none was notable."""
-        found = (p.end - p.begin for s in self.streams for p in s.pauses[-1000:] if p.end > begin and p.begin < end)
+        found = (p.end - p.begin for s in self.streams for p in list(s.pauses) if p.end > begin and p.begin < end)
         return max(found, default=0.0)
 
     def _run(self, index: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shlex
 import signal
 import subprocess
@@ -13,13 +12,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import grpc
 import psutil
 
+from colibri.v1 import operator_pb2 as op, operator_pb2_grpc
 from tests.fault.harness import PATIENCE, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 60
-READY = re.compile(rb"pid (\d+), is ready")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,34 +32,43 @@ class Holdings:
     rss: int  # bytes
 
 
-class Served:
-    """A running server."""
+class RolledBack(Exception):
+    """A change could not be made and all is as it was; says why."""
 
-    def __init__(self, popen: subprocess.Popen[bytes], target: str, log: Path, *, wanted: int) -> None:
+
+class Served:
+    """A running server, and an operator of it. wanted: workers there should be once nothing is under way."""
+
+    def __init__(
+        self, popen: subprocess.Popen[bytes], target: str, log: Path, operator: operator_pb2_grpc.OperatorStub, *, wanted: int
+    ) -> None:
         self.popen = popen
         self.pid = popen.pid
         self.target = target
         self.log = log
+        self.operator = operator
         self.wanted = wanted
-        self._ready: set[int] = set()
-        self._read = 0
 
     def pids(self) -> list[int]:
         """Processes of workers, dead ones that nobody has reaped included."""
         return sorted(child.pid for child in psutil.Process(self.pid).children())
 
-    def ready(self) -> list[int]:
-        """Workers that have joined the team, by what the server says, and are alive."""
+    def ready(self) -> list[op.Worker]:
+        """Workers that have joined the team, by what the server says."""
         if self.popen.poll() is not None:
             raise AssertionError(f"the server has ended with code {self.popen.returncode}")
-        with self.log.open("rb") as log:
-            log.seek(self._read)
-            new = log.read()
-        whole = new.rpartition(b"\n")[0]
-        self._read += len(whole)
-        self._ready.update(int(pid) for pid in READY.findall(whole))
-        self._ready.intersection_update(self.pids())
-        return sorted(self._ready)
+        workers = self.operator.ListWorkers(op.ListWorkersRequest(), timeout=START_S).workers
+        return [worker for worker in workers if worker.state == op.WORKER_STATE_READY]
+
+    def scale(self, workers: int) -> None:
+        """As an operator does; returns when there are so many. Raises RolledBack if there are as many as before."""
+        try:
+            self.operator.ScaleWorkers(op.ScaleWorkersRequest(workers=workers), timeout=START_S)
+        except grpc.RpcError as refusal:
+            if refusal.code() is not grpc.StatusCode.ABORTED:
+                raise
+            raise RolledBack(refusal.details()) from refusal
+        self.wanted = workers
 
     def zombies(self) -> list[int]:
         """Dead workers that nobody has reaped."""
@@ -89,15 +98,16 @@ class Served:
 @contextlib.contextmanager
 def colibri_serve(model: Path, folder: Path, *, workers: int, enter: str = ":", options: str = "") -> Iterator[Served]:
     """Starts `colibri serve` on a socket in folder; `enter` is a shell command run in its process first. Ends it if nobody has."""
-    socket, log = folder / "serve.sock", folder / "serve.log"
+    socket, operators, log = folder / "serve.sock", folder / "operators.sock", folder / "serve.log"
     command = [sys.executable, "-m", "ops.cli", "serve", str(model), "--unix-socket", str(socket), "--workers-per-node", str(workers)]
-    command += ["--threads-per-worker", "1", *shlex.split(options)]
+    command += ["--threads-per-worker", "1", "--operator-socket", str(operators), *shlex.split(options)]
     with log.open("wb") as out:
         popen = subprocess.Popen(["/bin/sh", "-c", f"{enter}; exec {shlex.join(command)}"], cwd=ROOT, stdout=out, stderr=out)
     try:
         wait_for(lambda: popen.poll() is not None or b"serving" in log.read_bytes(), seconds=START_S, what="the server is up")
         assert popen.poll() is None, log.read_text()
-        yield Served(popen, f"unix:{socket}", log, wanted=workers)
+        with grpc.insecure_channel(f"unix:{operators}") as channel:
+            yield Served(popen, f"unix:{socket}", log, operator_pb2_grpc.OperatorStub(channel), wanted=workers)
     finally:
         if popen.poll() is None:
             popen.kill()

@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from ops.random_model import ModelShape, make_model
@@ -109,8 +109,9 @@ def _soak(served: Served, expected: Sequence[Answer], faults: Sequence[Kind], re
         begin = time.monotonic()
         pause(QUIET_S)
         report.step_s = load.longest_pause(begin, time.monotonic())
-        report.rss_growth = _strike_all(served, faults, random.Random(report.seed), report.seconds, events)
-        report.rows = [_row(kind, events, load, report.step_s) for kind in faults]
+        report.rss_growth = _strike_all(served, load, faults, report, events)
+        served.scale(WORKERS)
+        report.rows = [_row(kind, events, report.step_s) for kind in faults]
 
     _load(served, expected, report, disturb)
     report.leaks += _leaks(served, before, report.rss_growth)
@@ -135,23 +136,28 @@ def _load(served: Served, expected: Sequence[Answer], report: Report, meanwhile:
         report.wrong += stream.wrong
 
 
-def _strike_all(served: Served, faults: Sequence[Kind], rng: random.Random, seconds: float, events: list[Event]) -> int:
+def _strike_all(served: Served, load: Load, faults: Sequence[Kind], report: Report, events: list[Event]) -> int:
     """Fault after fault, each kind once before any comes again. Returns by how much the front end grew in the last three quarters."""
+    rng = random.Random(report.seed)
     todo: list[Kind] = []
-    begin, early = time.monotonic(), 0
-    while (passed := time.monotonic() - begin) < seconds:
+    begin, early, told = time.monotonic(), 0, 0.0
+    while (passed := time.monotonic() - begin) < report.seconds:
         todo = todo or rng.sample(faults, len(faults))
-        events.append(strike(todo.pop(), served, rng))
-        if not early and passed > seconds / 4:
+        event = strike(todo.pop(), served, rng)
+        pause(rng.uniform(0.0, 1.0))  # what a stream waits for comes meanwhile
+        events.append(replace(event, stall_s=load.longest_pause(event.begin, event.end)))
+        if not early and passed > report.seconds / 4:
             early = served.holdings().rss
-        pause(rng.uniform(0.0, 1.0))
+        if passed > told:
+            told += 60.0
+            print(f"{passed:5.0f} s: {len(events)} faults, {load.tokens} tokens, {load.troubles()} failed or wrong", flush=True)
     return served.holdings().rss - early
 
 
-def _row(kind: Kind, events: Sequence[Event], load: Load, step_s: float) -> Row:
+def _row(kind: Kind, events: Sequence[Event], step_s: float) -> Row:
     of_kind = [event for event in events if event.kind == kind.name]
     recoveries = [event.recovery_s for event in of_kind] or [0.0]
-    stalls = [load.longest_pause(event.begin, event.end) for event in of_kind] or [0.0]
+    stalls = [event.stall_s for event in of_kind] or [0.0]
     over = sum(stall > kind.stall_s + step_s for stall in stalls)
     slow = sum(recovery > kind.recovery_s for recovery in recoveries)
     return Row(kind.name, len(of_kind), statistics.median(recoveries), max(recoveries), slow, statistics.median(stalls), max(stalls), over)
