@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import re
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from workers.mapping import PAGE, mapped
 from workers.topology import parse_cpu_list
 
 
@@ -27,10 +32,6 @@ class Mapping:
     what: str
     pages: dict[int, int]
 
-    def share(self, node: int) -> float:
-        """Of the pages, those on a node."""
-        return self.pages.get(node, 0) / max(1, sum(self.pages.values()))
-
 
 def threads(pid: int) -> list[Thread]:
     """All threads of a process, the main one first."""
@@ -41,6 +42,11 @@ def threads(pid: int) -> list[Thread]:
         cpus = frozenset(parse_cpu_list(status["Cpus_allowed_list"]))
         found.append(Thread(int(folder.name), status["Name"].strip(), cpus, run / 1e9))
     return found
+
+
+def share(pages: dict[int, int], node: int) -> float:
+    """Of pages by node, those on one."""
+    return pages.get(node, 0) / max(1, sum(pages.values()))
 
 
 def node_of_cpu() -> dict[int, int]:
@@ -66,3 +72,20 @@ def shared_memory() -> int:
     match = re.search(r"^Shmem: +(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
     assert match is not None
     return int(match[1]) << 10
+
+
+def pages_of(fd: int, extents: Iterable[tuple[int, int]]) -> dict[int, int]:
+    """Pages of (offset, bytes) stretches of a memory file on each node; offsets are multiples of a page. Each is mapped for itself: pages
+    around the touched ones come into the page tables with them."""
+    with contextlib.ExitStack() as stack:
+        addresses = []
+        for offset, count in extents:
+            address = stack.enter_context(mapped(fd, count, writable=False, offset=offset))
+            for at in range(address, address + count, PAGE):
+                ctypes.c_char.from_address(at).value  # noqa: B018 - reading is the point
+            addresses.append(address)
+        found = mappings()
+        total: Counter[int] = Counter()
+        for address in addresses:
+            total.update(found[address].pages)
+        return dict(total)

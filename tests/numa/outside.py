@@ -6,8 +6,10 @@ import json
 import shlex
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 
@@ -53,14 +55,14 @@ class Outside:
             yield pytest.TestReport(item.nodeid, item.location, {}, "failed", text, "call", start=start, stop=now, duration=now - start)
 
     def close(self) -> None:
-        """Switches the machine off."""
+        """Switches the machine off and removes its folder: errors have told what was in it."""
         if self._running is not None:
             self._running.close()
+            shutil.rmtree(self._running.job)
 
     def _boot(self) -> Running:
-        job = CACHE / "jobs" / self.name
-        shutil.rmtree(job, ignore_errors=True)
-        job.mkdir(parents=True)
+        (CACHE / "jobs").mkdir(parents=True, exist_ok=True)
+        job = Path(tempfile.mkdtemp(prefix=f"{self.name}-", dir=CACHE / "jobs"))
         (job / "tests").write_text("\n".join(self._tests) + "\n")
         script = SCRIPT.format(root=shlex.quote(str(ROOT)), python=shlex.quote(sys.executable), seconds=TEST_SECONDS)
         (job / "run.sh").write_text(script)

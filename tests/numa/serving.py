@@ -11,14 +11,20 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import grpc
+import psutil
+
+from colibri.v1 import operator_pb2 as op, operator_pb2_grpc
 from service.client import Client, generate_request
-from tests.fault.served import Served
 from tests.numa.image import ROOT
 
 PATIENCE = 120.0
 """Seconds that anything may take; a server starts in 15 here, ten times what it takes elsewhere."""
 
 PROMPTS = ["a", "The nodes of a machine", "xyz " * 9, "0123456789" * 5, "Hm", "Weights lie near those who read them.", "q" * 70, "?!"]
+
+COLIBRI = (sys.executable, "-m", "ops.cli")
+SOCKET, OPERATORS, LOG = "serve.sock", "operators.sock", "serve.log"
 
 
 def until(condition: object, what: str, *, seconds: float = PATIENCE) -> float:
@@ -32,19 +38,52 @@ def until(condition: object, what: str, *, seconds: float = PATIENCE) -> float:
     return time.monotonic() - start
 
 
+class Server:
+    """A running server, and an operator of it."""
+
+    def __init__(self, popen: subprocess.Popen[bytes], folder: Path, operator: operator_pb2_grpc.OperatorStub) -> None:
+        self.popen = popen
+        self.pid = popen.pid
+        self.target = f"unix:{folder / SOCKET}"
+        self.log = folder / LOG
+        self.operator = operator
+        self._folder = folder
+
+    def pids(self) -> list[int]:
+        """Its children."""
+        return sorted(child.pid for child in psutil.Process(self.pid).children())
+
+    def ready(self) -> list[int]:
+        """Processes of workers that have joined the team."""
+        workers = self.operator.ListWorkers(op.ListWorkersRequest(), timeout=PATIENCE).workers
+        return sorted(worker.pid for worker in workers if worker.state == op.WORKER_STATE_READY)
+
+    def topology(self) -> op.TopologyResponse:
+        """What operators are told of the machine and of where the weights lie."""
+        return self.operator.Topology(op.TopologyRequest(), timeout=PATIENCE)
+
+    def command(self, *arguments: str) -> str:
+        """Runs an operator's command, such as scale. Returns what it printed; it must succeed."""
+        command = [*COLIBRI, *arguments, "--operator", f"unix:{self._folder / OPERATORS}"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE, check=False)
+        assert done.returncode == 0, f"{arguments}: {done.stdout}{done.stderr}"
+        return done.stdout
+
+
 @contextlib.contextmanager
-def served(model: Path, folder: Path, options: str = "", *, enter: str = ":") -> Iterator[Served]:
-    """`colibri serve` with these options on a socket in folder, up. `enter` is a shell command run in its process first."""
+def served(model: Path, folder: Path, options: str = "", *, enter: str = "exec") -> Iterator[Server]:
+    """`colibri serve` with these options, up. Its sockets and its log are in folder. `enter` is what a shell runs before its command."""
     folder.mkdir(parents=True, exist_ok=True)
-    socket, log = folder / "serve.sock", folder / "serve.log"
-    command = [sys.executable, "-m", "ops.cli", "serve", str(model), "--unix-socket", str(socket), "--kv-memory", "16M"]
+    command = [*COLIBRI, "serve", str(model), "--unix-socket", str(folder / SOCKET), "--operator-socket", str(folder / OPERATORS)]
+    log = folder / LOG
     with log.open("wb") as out:
-        line = f"{enter}; exec {shlex.join(command)} {options}"
+        line = f"{enter} {shlex.join(command)} --kv-memory 16M {options}"
         popen = subprocess.Popen(["/bin/sh", "-c", line], cwd=ROOT, stdout=out, stderr=out)
     try:
         until(lambda: popen.poll() is not None or b"serving" in log.read_bytes(), "the server is up")
         assert popen.poll() is None, log.read_text()
-        yield Served(popen, f"unix:{socket}", log, wanted=0)
+        with grpc.insecure_channel(f"unix:{folder / OPERATORS}") as channel:
+            yield Server(popen, folder, operator_pb2_grpc.OperatorStub(channel))
     finally:
         if popen.poll() is None:
             popen.kill()

@@ -11,10 +11,9 @@ import pytest
 
 from service.client import Client
 from tests.fault.harness import alive
-from tests.fault.served import Served
 from tests.numa.kernel import node_of_cpu, shared_memory, threads
 from tests.numa.models import model_path
-from tests.numa.serving import PROMPTS, Streams, answer, served, until
+from tests.numa.serving import PROMPTS, Server, Streams, answer, served, until
 
 pytestmark = pytest.mark.numa("two-nodes", "four-nodes")
 
@@ -29,18 +28,18 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, ...]]:
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Served]:
+def server(tmp_path: Path) -> Iterator[Server]:
     with served(model_path("tiny"), tmp_path, "--workers-per-node 1 --load memfd") as server:
         yield server
 
 
-def of_node(server: Served, node: int) -> list[int]:
+def of_node(server: Server, node: int) -> list[int]:
     """Processes of a node's workers."""
     nodes = node_of_cpu()
     return [pid for pid in server.ready() if {nodes[cpu] for cpu in threads(pid)[0].cpus} == {node}]
 
 
-def test_a_nodes_workers_all_killed_while_streaming_cost_no_token(server: Served, expected: list[tuple[int, ...]]) -> None:
+def test_a_nodes_workers_all_killed_while_streaming_cost_no_token(server: Server, expected: list[tuple[int, ...]]) -> None:
     last = max(node_of_cpu().values())
     with Streams(server.target, expected) as streams:
         streams.more()
