@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from engine_c import KV_FORMATS, ModelInfo
 from workers.plan import FrontLane, NodeWish, PlanError, TeamPlan, kv_block_bytes, plan_kv_blocks, plan_team
@@ -159,3 +159,101 @@ def test_kv_by_default_leaves_most_of_free_memory_alone() -> None:
 def test_kv_too_small_or_too_large_is_refused(kv_bytes: int) -> None:
     with pytest.raises(PlanError, match="KV memory"):
         plan_kv_blocks(info(), kv_bytes=kv_bytes, topology=machine(2))
+
+
+# ---------------------------------------------------------------- plans that follow others
+
+
+def test_a_node_has_a_wish_of_its_own() -> None:
+    plan = plan_team(machine(4, 4), default=NodeWish(1, 2), nodes={1: NodeWish(3, 1)})
+    assert [(spec.node, len(spec.lanes)) for spec in plan.workers] == [(0, 2), (1, 1), (1, 1), (1, 1)]
+
+
+def test_a_node_that_does_not_exist_is_named() -> None:
+    with pytest.raises(PlanError, match="there is no node 7 with CPUs that may be used; there are 0, 1"):
+        plan_team(machine(4, 4), nodes={7: NodeWish(1)})
+
+
+def test_workers_that_need_not_change_stay_as_they_are() -> None:
+    topology = machine(4, 4)
+    one = plan_team(topology, default=NodeWish(1, 1))
+    more = plan_team(topology, default=NodeWish(1, 1), nodes={0: NodeWish(3, 1)}, previous=one)
+    assert set(one.workers) < set(more.workers)
+    assert [(spec.index, spec.node) for spec in more.workers] == [(0, 0), (1, 1), (2, 0), (3, 0)]
+    assert plan_team(topology, default=NodeWish(1, 1), previous=more).workers == one.workers
+    assert more.max_lanes == one.max_lanes == 32
+
+
+def test_newcomers_take_free_cores_and_are_not_pinned_when_there_are_too_few() -> None:
+    topology = machine(4)
+    one = plan_team(topology, default=NodeWish(1, 1))
+    two = plan_team(topology, default=NodeWish(2, 1), previous=one)
+    assert [spec.cpus for spec in two.workers] == [(1,), (2,)]
+    five = plan_team(topology, default=NodeWish(5, 1), previous=two)
+    assert [spec.cpus for spec in five.workers] == [(1,), (2,), (), (), ()]
+    assert {spec.node_cpus for spec in five.workers} == {(0, 1, 2, 3)}
+
+
+def test_newcomers_take_lanes_nobody_had_so_that_they_can_start_first() -> None:
+    before = plan_team(machine(4), default=NodeWish(1, 3))
+    after = plan_team(machine(4), default=NodeWish(3, 1), previous=before)
+    assert not {lane for spec in after.workers for lane in spec.lanes} & set(before.workers[0].lanes)
+    assert 0 not in {spec.index for spec in after.workers}
+
+
+def test_drained_workers_keep_their_places() -> None:
+    before = plan_team(machine(4, 4), default=NodeWish(2, 1))
+    plan = plan_team(machine(4, 4), default=NodeWish(2, 1), drained={1, 2}, previous=before)
+    assert [spec.index for spec in plan.workers] == [0, 3]
+    assert plan.places == before.workers
+    assert plan_team(machine(4, 4), default=NodeWish(2, 1), previous=plan).workers == before.workers
+
+
+def test_draining_the_last_that_computes_is_refused() -> None:
+    before = plan_team(machine(2), default=NodeWish(1, 1), front_lane="off")
+    with pytest.raises(PlanError, match="nothing would compute"):
+        plan_team(machine(2), default=NodeWish(1, 1), drained={0}, front_lane="off", previous=before)
+
+
+def test_more_lanes_than_there_is_room_for_are_refused() -> None:
+    before = plan_team(machine(2))
+    with pytest.raises(PlanError, match=r"1 more worker lanes do not fit, there is room for 0: ask for fewer workers or threads"):
+        plan_team(machine(2), default=NodeWish(before.max_lanes + 1, 1), previous=before)
+
+
+def test_smt_siblings_get_lanes_only_when_asked_for() -> None:
+    topology = Topology((Node(0, (0, 1, 2, 3), GIB),), (0, 1, 2, 3), GIB, cores=((0, 2), (1, 3)))
+    plan = plan_team(topology, smt=True)
+    assert (plan.front_cpu, cpus_of(plan)) == (0, [1, 2, 3])
+    assert topology.has_siblings
+
+
+@settings(deadline=None)
+@given(
+    nodes=st.lists(st.integers(1, 8), min_size=1, max_size=4),
+    wishes=st.lists(st.tuples(st.integers(0, 3), st.none() | st.integers(0, 4), st.none() | st.integers(1, 3)), max_size=8),
+    drains=st.lists(st.sets(st.integers(0, 12)), min_size=8, max_size=8),
+)
+def test_any_row_of_changes_keeps_who_can_stay(
+    nodes: list[int], wishes: list[tuple[int, int | None, int | None]], drains: list[set[int]]
+) -> None:
+    topology = machine(*nodes)
+    plan = plan_team(topology)
+    wanted: dict[int, NodeWish] = {}
+    for (node, workers, threads), drained in zip(wishes, drains, strict=False):
+        if node >= len(nodes):
+            continue
+        wanted[node] = NodeWish(workers, threads)
+        after = plan_team(topology, nodes=wanted, drained=drained, previous=plan)
+        lanes = [lane for spec in after.places for lane in spec.lanes]
+        assert len(set(lanes)) == len(lanes)
+        assert set(lanes) <= set(range(after.max_lanes))
+        assert len({spec.index for spec in after.places}) == len(after.places)
+        pinned = [cpu for spec in after.places for cpu in spec.cpus]
+        assert len(set(pinned)) == len(pinned)
+        others = {spec for spec in plan.places if spec.node != node}
+        assert others <= set(after.places), "other nodes are left alone"
+        assert {spec.index for spec in after.drained} == drained & {spec.index for spec in after.places}
+        again = plan_team(topology, nodes=wanted, drained=drained, previous=after)
+        assert again == after, "the same again changes nothing"
+        plan = after

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from tests.unit.workers.fake_machine import GIB, Machine
-from workers.topology import Node, parse_cpu_list, read_topology
+from workers.topology import Node, Topology, parse_cpu_list, read_topology
 
 
 def test_one_node_has_all_memory_whatever_its_meminfo_says(tmp_path: Path) -> None:
@@ -82,3 +82,40 @@ def test_cpu_list_ranges_overlap_and_are_empty() -> None:
 def test_nonsense_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="not a list of CPUs"):
         parse_cpu_list(text)
+
+
+def test_distances_caches_and_offline_cpus(tmp_path: Path) -> None:
+    cpu = "sys/devices/system/cpu"
+    files = {
+        "sys/devices/system/node/node0/distance": "10 21 31\n",
+        "sys/devices/system/node/node1/distance": "21 10 17\n",
+        "sys/devices/system/node/node2/distance": "31 17 10\n",
+        f"{cpu}/offline": "4-5\n",
+        **{f"{cpu}/cpu{i}/cache/index3/shared_cpu_list": "0-1\n" if i < 2 else "2-3\n" for i in range(4)},
+    }
+    nodes = {0: ("0-1", GIB), 1: ("2-3", 0), 2: ("", GIB)}
+    topology = read_topology(Machine(nodes=nodes, allowed="0-3", files=files).write(tmp_path))
+    assert topology.distances == ((10, 21, 31), (21, 10, 17), (31, 17, 10))
+    assert topology.l3 == ((0, 1), (2, 3))
+    assert topology.offline == (4, 5)
+    assert [topology.nearest_memory(node) for node in (0, 1, 2)] == [0, 2, 2]
+    assert (topology.distance(0, 2), topology.distance(0, 7), topology.distance(7, 7)) == (31, 20, 10)
+
+
+def test_distances_that_do_not_fit_the_nodes_are_not_used(tmp_path: Path) -> None:
+    files = {"sys/devices/system/node/node0/distance": "10 21\n", "sys/devices/system/node/node1/distance": "21\n"}
+    topology = read_topology(Machine(nodes={0: ("0", GIB), 1: ("1", GIB)}, allowed="0-1", files=files).write(tmp_path))
+    assert topology.distances == ()
+    assert (topology.distance(0, 1), topology.nearest_memory(1)) == (20, 1)
+
+
+def test_page_cache_of_a_node_counts_as_free(tmp_path: Path) -> None:
+    folder = "sys/devices/system/node/node1"
+    free = "Node 1 MemFree: 1024 kB\nNode 1 Inactive(file): 2048 kB\nNode 1 Active(file): 2048 kB\nNode 1 SReclaimable: 2048 kB\n"
+    files = {f"{folder}/meminfo": f"Node 1 MemTotal: 1048576 kB\n{free}"}
+    topology = read_topology(Machine(nodes={0: ("0", GIB), 1: ("1", GIB)}, allowed="0-1", files=files).write(tmp_path))
+    assert topology.nodes[1].free_bytes == 5 << 20
+
+
+def test_no_node_with_memory_is_no_nearest() -> None:
+    assert Topology((Node(0, (0,), 0),), (0,), GIB).nearest_memory(0) is None
