@@ -17,6 +17,7 @@ def register(group: typer.Typer) -> None:
     """Adds the commands."""
     group.command("serve", help="Tokens a second at gRPC clients, against the engine's own, and where the rest goes.")(serve)
     group.command("startup", help="Opening, starting workers, to SERVING, to a cold process's first token.")(startup)
+    group.command("swap", help="Making another loaded model the default, at rest and while streams run.")(swap)
     group.command("memory", help="Memory of front end and workers against weights and KV cache.")(memory)
     group.command("perplexity", help="Perplexity of a text under models, the first being what others are compared with.")(perplexity)
 
@@ -58,6 +59,23 @@ def startup(
 
     config = bench_config(workers, threads, samples=samples)
     measure("startup", path, as_json, lambda _: bench_startup(path, config), config=config)
+
+
+def swap(
+    path: Model,
+    other: Annotated[Path | None, typer.Argument(metavar="OTHER.colibri", help="The model to swap to; the same file if not given.")] = None,
+    streams: Annotated[int, typer.Option(min=1, help="Streams on the first model meanwhile.")] = 8,
+    workers: Workers = None,
+    threads: Threads = None,
+    samples: Samples = 5,
+    as_json: AsJson = False,
+) -> None:
+    """Two models of one server, both loaded."""
+    second = container_path(other or path)
+    from ops.bench.swap import bench_swap
+
+    config = bench_config(workers, threads, samples=samples)
+    measure("swap", path, as_json, lambda _: bench_swap(path, second, config, streams=streams), config=config)
 
 
 def memory(
