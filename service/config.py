@@ -191,10 +191,14 @@ def runtime_dirs(environ: Mapping[str, str] | None = None) -> tuple[Path, ...]:
 def unknown_variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """COLIBRI_* variables that mean nothing, with the one that may have been meant or "". Kubernetes' own are not among them."""
     environ = os.environ if environ is None else environ
-    known = [_PREFIX + name for name in (*(field.name.upper() for field in fields(ServeConfig)), *_OTHERS)]
-    ours = {name: value for name, value in environ.items() if name.startswith(_PREFIX) and name not in known}
-    strange = [name for name, value in ours.items() if not _KUBERNETES.fullmatch(f"{name}={value}")]
-    return {name: next(iter(get_close_matches(name, known, n=1, cutoff=0.75)), "") for name in sorted(strange)}
+    known = [*(field.name.upper() for field in fields(ServeConfig)), *_OTHERS]
+    names = [name.removeprefix(_PREFIX) for name, value in environ.items() if name.startswith(_PREFIX) and not _of_kubernetes(name, value)]
+    guesses = {name: get_close_matches(name, known, n=1, cutoff=0.6) for name in sorted(names) if name not in known}
+    return {_PREFIX + name: _PREFIX + guess[0] if guess else "" for name, guess in guesses.items()}
+
+
+def _of_kubernetes(name: str, value: str) -> bool:
+    return _KUBERNETES.fullmatch(f"{name}={value}") is not None
 
 
 def parse_bytes(text: str) -> int:

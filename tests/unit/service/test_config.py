@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from service.config import ConfigError, ServeConfig, cache_dir, parse_bytes
+from service.config import ConfigError, ServeConfig, cache_dir, parse_bytes, unknown_variables
 
 
 def test_the_environment_is_read_and_keywords_win() -> None:
@@ -77,3 +77,32 @@ def test_the_address_is_written_as_grpc_wants_it(config: ServeConfig, address: s
 def test_the_cache_folder_can_be_chosen() -> None:
     assert cache_dir({"COLIBRI_CACHE": "/c"}) == Path("/c")
     assert cache_dir({"XDG_CACHE_HOME": "/x"}) == Path("/x/colibri")
+
+
+def test_variables_that_mean_nothing_are_found_with_what_was_meant() -> None:
+    environ = {"COLIBRI_KV_MEM": "1", "COLIBRI_KV_MEMORY": "64M", "COLIBRI_WORKERS": "3", "COLIBRI_QQ": "1", "COLIBRI_ISA": "avx2", "A": ""}
+    assert unknown_variables(environ) == {
+        "COLIBRI_KV_MEM": "COLIBRI_KV_MEMORY",
+        "COLIBRI_QQ": "",
+        "COLIBRI_WORKERS": "COLIBRI_WORKERS_PER_NODE",
+    }
+
+
+def test_what_kubernetes_sets_is_not_among_them() -> None:
+    environ = {
+        "COLIBRI_SERVICE_HOST": "10.0.0.1",
+        "COLIBRI_SERVICE_PORT_GRPC": "50051",
+        "COLIBRI_PORT_50051_TCP_ADDR": "10.0.0.1",
+        "COLIBRI_EU_PORT": "tcp://10.0.0.1:50051",
+    }
+    assert unknown_variables(environ) == {}
+    assert unknown_variables({"COLIBRI_METRIC_PORT": "9090"}) == {"COLIBRI_METRIC_PORT": "COLIBRI_METRICS_PORT"}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"operator_address": "0.0.0.0:7", "operator_cert": "c", "operator_key": "k"}, {"operator_address": "h:7"}, {"operator_ca": "a"}],
+)
+def test_operators_over_tcp_need_all_files_of_mutual_tls(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="operator_"):
+        ServeConfig(**wrong)
