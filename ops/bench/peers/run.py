@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import statistics
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -49,6 +50,7 @@ class PeersWish:
     grpc: bool = False
     small_pages: bool = False
     torch_python: Path | None = None
+    budget: float = 0.0  # seconds; no round is begun that would not end within them; 0: none
     only: tuple[str, ...] = ()  # engines whose name begins with one of these; none: all
 
     def wants(self, engine: str) -> bool:
@@ -67,13 +69,22 @@ class Prepared:
 def bench_peers(wish: PeersWish, config: BenchConfig, *, meter: Meter, limits: MachineLimits, say: Say) -> list[Row]:
     """One sample a round and engine for every case, with the plain reading speed just before and after it. `say` hears every sample."""
     board = Board()
+    begin = time.monotonic()
     with engines(wish, config, meter=meter, limits=limits, say=say) as found:
         for number in range(1, wish.rounds + 1):
-            for case in cases(wish):
-                for _ in range(_SHORT_REPEATS if case.streams == 1 and case.context == wish.prompt else 1):
-                    for engine in found:
-                        _sample(engine, case, number, board, meter, say)
+            _round(found, wish, number, board, meter, say)
+            spent = time.monotonic() - begin
+            if wish.budget and spent + spent / number > wish.budget and number < wish.rounds:
+                say(f"{number} of {wish.rounds} rounds took {spent:.0f} s; another would not fit {wish.budget:.0f} s")
+                break
     return board.rows()
+
+
+def _round(found: list[Engine], wish: PeersWish, number: int, board: Board, meter: Meter, say: Say) -> None:
+    for case in cases(wish):
+        for _ in range(_SHORT_REPEATS if case.streams == 1 and case.context == wish.prompt else 1):
+            for engine in found:
+                _sample(engine, case, number, board, meter, say)
 
 
 def _sample(engine: Engine, case: Case, number: int, board: Board, meter: Meter, say: Say) -> None:
