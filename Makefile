@@ -66,7 +66,7 @@ test-numa: $(READY) $(VENV)/.dev ## the service in virtual machines with 1, 2 an
 	@$(PY) -m pytest -m numa tests/numa $(ARGS)
 
 soak: $(READY) $(VENV)/.dev ## kill, stop and starve workers under load for SECONDS (1800); SEED=n repeats a run
-	@$(PY) -m tests.fault.soak --seconds $(or $(SECONDS),1800) $(SEED:%=--seed %) --json build/soak.json
+	@mkdir -p build; $(PY) -m tests.fault.soak --seconds $(or $(SECONDS),1800) $(SEED:%=--seed %) --json build/soak.json --log build/soak-server.log
 
 bench: $(READY) ## measure prefill, decode and batches on random-weight models (BENCH="mm:int8 mm:int4")
 	@$(PY) -m ops.bench $(BENCH)

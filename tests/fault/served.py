@@ -8,6 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +27,7 @@ START_S = 60
 class Holdings:
     """What a front end holds between faults."""
 
-    descriptors: int
-    memfds: int
+    descriptors: Counter[str]  # by what they are
     threads: int
     rss: int  # bytes
 
@@ -81,13 +81,12 @@ class Served:
 
     def holdings(self) -> Holdings:
         """Of the front end, now."""
-        links = []
+        links: Counter[str] = Counter()
         for name in os.listdir(f"/proc/{self.pid}/fd"):
             with contextlib.suppress(FileNotFoundError):
-                links.append(os.readlink(f"/proc/{self.pid}/fd/{name}"))
+                links[os.readlink(f"/proc/{self.pid}/fd/{name}").split(":[")[0]] += 1
         process = psutil.Process(self.pid)
-        memfds = sum(link.startswith("/memfd:") for link in links)
-        return Holdings(len(links), memfds, process.num_threads(), process.memory_info().rss)
+        return Holdings(links, process.num_threads(), process.memory_info().rss)
 
     def terminate(self) -> int:
         """SIGTERM; returns the exit code."""

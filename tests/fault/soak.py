@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import statistics
 import sys
 import tempfile
@@ -70,6 +71,7 @@ class Report:
     leaks: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
     rss_growth: int = 0
     exit_code: int = -1
 
@@ -101,17 +103,17 @@ def soak(seconds: float, *, seed: int, folder: Path) -> Report:
 
 
 def _soak(served: Served, expected: Sequence[Answer], faults: Sequence[Kind], report: Report) -> None:
+    served.ready()
     _load(served, expected, report, lambda load: None)  # connections and pools are made once
     before = _settled(served)
-    events: list[Event] = []
 
     def disturb(load: Load) -> None:
         begin = time.monotonic()
         pause(QUIET_S)
         report.step_s = load.longest_pause(begin, time.monotonic())
-        report.rss_growth = _strike_all(served, load, faults, report, events)
+        report.rss_growth = _strike_all(served, load, faults, report)
         served.scale(WORKERS)
-        report.rows = [_row(kind, events, report.step_s) for kind in faults]
+        report.rows = [_row(kind, report.events, report.step_s) for kind in faults]
 
     _load(served, expected, report, disturb)
     report.leaks += _leaks(served, before, report.rss_growth)
@@ -136,7 +138,7 @@ def _load(served: Served, expected: Sequence[Answer], report: Report, meanwhile:
         report.wrong += stream.wrong
 
 
-def _strike_all(served: Served, load: Load, faults: Sequence[Kind], report: Report, events: list[Event]) -> int:
+def _strike_all(served: Served, load: Load, faults: Sequence[Kind], report: Report) -> int:
     """Fault after fault, each kind once before any comes again. Returns by how much the front end grew in the last three quarters."""
     rng = random.Random(report.seed)
     todo: list[Kind] = []
@@ -145,12 +147,12 @@ def _strike_all(served: Served, load: Load, faults: Sequence[Kind], report: Repo
         todo = todo or rng.sample(faults, len(faults))
         event = strike(todo.pop(), served, rng)
         pause(rng.uniform(0.0, 1.0))  # what a stream waits for comes meanwhile
-        events.append(replace(event, stall_s=load.longest_pause(event.begin, event.end)))
+        report.events.append(replace(event, stall_s=load.longest_pause(event.begin, event.end)))
         if not early and passed > report.seconds / 4:
             early = served.holdings().rss
         if passed > told:
             told += 60.0
-            print(f"{passed:5.0f} s: {len(events)} faults, {load.tokens} tokens, {load.troubles()} failed or wrong", flush=True)
+            print(f"{passed:5.0f} s: {len(report.events)} faults, {load.tokens} tokens, {load.troubles()} failed or wrong", flush=True)
     return served.holdings().rss - early
 
 
@@ -181,9 +183,7 @@ def _leaks(served: Served, before: Holdings, growth: int) -> list[str]:
     found = [f"zombie {pid}" for pid in served.zombies()]
     if len(served.pids()) != served.wanted:
         found.append(f"{len(served.pids())} worker processes, not {served.wanted}")
-    for what in ("descriptors", "memfds"):
-        if getattr(after, what) > getattr(before, what):
-            found.append(f"{getattr(after, what)} {what}, {getattr(before, what)} before")
+    found += [f"{count} descriptors of {what}" for what, count in (after.descriptors - before.descriptors).items()]
     if after.threads > before.threads + SPARE_THREADS:
         found.append(f"{after.threads} threads, {before.threads} before")
     if growth > GROWTH:
@@ -221,15 +221,16 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1800.0)
     parser.add_argument("--seed", type=int, default=None, help="repeats a run's order of faults; drawn and printed by default")
     parser.add_argument("--json", type=Path, default=None, help="write the report there as well")
+    parser.add_argument("--log", type=Path, default=None, help="keep the server's log there")
     arguments = parser.parse_args()
     seed = random.SystemRandom().randrange(2**32) if arguments.seed is None else arguments.seed
     print(f"soak of {arguments.seconds:g} s, seed {seed}", flush=True)
     with tempfile.TemporaryDirectory(prefix="colibri-soak-") as folder:
         try:
             report = soak(arguments.seconds, seed=seed, folder=Path(folder))
-        except BaseException:
-            print((Path(folder) / "serve.log").read_text()[-20_000:], file=sys.stderr)
-            raise
+        finally:
+            if arguments.log is not None:
+                shutil.copy(Path(folder) / "serve.log", arguments.log)
     print(table(report))
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(asdict(report), indent=1) + "\n")
