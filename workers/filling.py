@@ -73,11 +73,7 @@ class Filling:
             for node, address in addresses.items():
                 if node >= 0:
                     self._refuse(numa.bind_memory(address, self._size, node))
-            threads = [thread for node in addresses for thread in self._threads(node, addresses[node])]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+            self._wait_for([thread for node in addresses for thread in self._threads(node, addresses[node])])
             if self._error is not None:
                 raise self._error
             shares = tuple(self._share(node, address) for node, address in addresses.items())
@@ -89,6 +85,20 @@ class Filling:
         cpus = self._cpus.get(node) or ()
         count = min(THREADS, len(cpus or self._any_cpus), len(todo))
         return [threading.Thread(target=self._work, args=(node, address, cpus, todo), name=f"colibri-fill-{node}") for _ in range(count)]
+
+    def _wait_for(self, threads: Sequence[threading.Thread]) -> None:
+        """Runs them to their end, even if we are interrupted: they write to the mappings."""
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        except BaseException as interrupt:
+            self._error = interrupt
+            for thread in threads:
+                if thread.ident is not None:
+                    thread.join()
+            raise
 
     def _work(self, node: int, address: int, cpus: Sequence[int], todo: deque[tuple[int, int]]) -> None:
         try:

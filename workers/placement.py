@@ -11,6 +11,7 @@ small and read by everybody (header, texts, norms, routers) lies with the matrix
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -21,7 +22,7 @@ from workers.topology import Node, Topology
 
 Placement = Literal["auto", "experts", "rows", "replicate", "none"]
 
-PAGE = 4096
+PAGE = max(4096, os.sysconf("SC_PAGE_SIZE"))
 MAX_EXTENTS = 16384
 """Every process maps each extent; the kernel allows 65530 mappings a process."""
 NODE_RESERVE = 64 << 20

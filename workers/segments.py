@@ -24,6 +24,7 @@ log = logging.getLogger("colibri.workers")
 LoadMode = Literal["auto", "map", "memfd"]
 
 _MAPPED = "the file is mapped, so its pages lie wherever they were read"
+_TOO_LARGE = f"a copy would take more than half of the free memory, so {_MAPPED}"
 RESERVE = 64 << 20
 """Memory that must stay free beside a copy of the model."""
 
@@ -132,6 +133,7 @@ def open_image(
         needed = sum(extent.bytes for extent in plan.extents)
         asked_for = bool(plan.nodes) and placement != "auto"
         if mode == "auto" and not asked_for and not 0 < 2 * needed + RESERVE <= available:
+            file.placement = whole_file(size, _TOO_LARGE)
             return file
         _check_room(path, needed, available)
         copy = _copy(path, fd, plan, topology)

@@ -110,6 +110,7 @@ class Team:
         wish = NodeWish(config.workers_per_node, config.threads_per_worker)
         plan = plan_team(topology, default=wish, front_lane=config.front_lane, smt=config.smt)
         image = open_image(path, mode=config.load_mode, placement=config.placement, topology=topology)
+        log.info("weights: load mode %s, placement %s: %s", image.mode, image.placement.placement, image.placement.reason)
         model: Model | None = None
         session: Session | None = None
         try:
@@ -119,6 +120,8 @@ class Team:
             session = Session(model, _session_options(model, plan, topology, config, image.placement))
             kv_memory = KvMemory(session, image.placement.nodes)
             kv_memory.bind()
+            for text in (*image.report.degraded, *kv_memory.degraded):
+                log.warning("served all the same, but slower than it could be: %s", text)
             session.lane_place(plan.max_lanes, plan.front_node)
             supervisor = Supervisor(session, image, plan, config.supervisor)
             supervisor.start(config.start_timeout_s)
