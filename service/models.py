@@ -203,6 +203,9 @@ class ModelHost:
             finally:
                 self._coming.discard(name)
             self._models[name] = hosted
+        let_in = self._config.max_message_bytes or self.default.model.bounds.message_bytes
+        if hosted.model.bounds.message_bytes > let_in:
+            log.warning("%s could take requests of more than the %d bytes that this server was started for", name, let_in)
         log.info("loaded %s from %s (worker processes: %d)", name, path, len(hosted.team.plan.workers))
         return hosted
 
@@ -274,6 +277,8 @@ class ModelHost:
         target = self.find(name)
         if not target.takes_requests:
             raise _not_ready(name, "is being unloaded")
+        if target.desk.unable:
+            raise _not_ready(name, f"has nobody who computes ({target.desk.unable})")
         return target
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import stat
+import time
 import zlib
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from service.address import LONGEST_SOCKET_PATH, answers
 from service.config import ConfigError, ServeConfig, runtime_dirs
 
 _PREFIX, _SUFFIX = "operator-", ".sock"
+_SWEPT_AFTER = 60.0  # seconds
 
 
 def socket_path(config: ServeConfig, port: int) -> Path | None:
@@ -31,6 +34,7 @@ def prepare(path: Path, *, own_folder: bool) -> None:
     """
     if own_folder:
         _make_private(path.parent)
+        _sweep(path.parent)
     if not path.parent.is_dir():
         raise ConfigError(f"operators' socket {path}: {path.parent} is not a directory; make it first or choose another operator_socket")
     if len(bytes(path)) > LONGEST_SOCKET_PATH:
@@ -49,6 +53,14 @@ def _make_private(folder: Path) -> None:
         raise ConfigError(f"operators' sockets: {folder}: {refusal.strerror}; choose another operator_socket") from refusal
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise ConfigError(f"operators' sockets: {folder} is not a directory of ours alone (mode 0700); remove it or set operator_socket")
+
+
+def _sweep(folder: Path) -> None:
+    """Removes what killed servers left, but nothing so young that its server may not listen yet."""
+    for path in folder.glob(f"{_PREFIX}*{_SUFFIX}"):
+        with contextlib.suppress(OSError):
+            if time.time() - path.lstat().st_mtime > _SWEPT_AFTER and path.is_socket() and not answers(path):
+                path.unlink()
 
 
 def running() -> list[Path]:

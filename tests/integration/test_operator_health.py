@@ -33,11 +33,12 @@ def test_workers_that_cannot_start_again(
         assert next(watch).status == SERVING
         running.serving.gate.shut()
         under_way = client.stub.Generate(generate_request("Hello", max_tokens=500, seed=1, ignore_eos=True))
+        under_way.initial_metadata()  # accepted, and so the first
         queued = client.stub.Generate(generate_request("Hello", max_tokens=500, seed=1, ignore_eos=True))
         until(lambda: len(running.serving.server.default.desk.streams) == 2, "both are accepted")
         running.serving.gate.fault = lambda _: running.serving.gate.shut()  # one step, then it waits
         running.serving.gate.open()
-        next(under_way)
+        until(lambda: running.serving.gate.entered >= 2, "one step is done, the next waits")
 
         monkeypatch.setattr("workers.process.command", lambda *_, **__: ["/bin/false"])
         killed = time.monotonic()
@@ -76,3 +77,19 @@ def test_a_request_that_comes_while_a_dead_worker_is_replaced_is_not_refused(tin
             answer = running.serving.client.complete(generate_request("Hello", max_tokens=3, ignore_eos=True))
             assert answer.finish.usage.completion_tokens == 3
             until(lambda: running.workers()[0].state == op.WORKER_STATE_READY, "it is back")
+
+
+def test_a_model_without_a_worker_that_computes_does_not_become_the_default(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with operating(tiny_model, tmp_path, name="one", front_lane="off") as running:
+        running.load(tiny_model, "two")
+        monkeypatch.setattr("workers.process.command", lambda *_, **__: ["/bin/false"])
+        os.kill(running.workers("two")[0].pid, signal.SIGKILL)
+        until(lambda: running.workers("two")[0].state == op.WORKER_STATE_FAILED, "it is given up")
+        until(lambda: running.serving.server.host.find("two").desk.unable, "it takes nothing new")
+        with pytest.raises(grpc.RpcError) as refused:
+            running.swap("two")
+        assert (refused.value.code(), reason(refused.value)) == (grpc.StatusCode.FAILED_PRECONDITION, "MODEL_NOT_READY")
+        assert running.models()["one"].state == op.MODEL_STATE_SERVING
+        assert running.serving.client.complete(generate_request("Hello", max_tokens=3)).finish.model == "one"

@@ -83,6 +83,18 @@ def test_a_live_socket_is_not_taken_and_a_dead_one_may_be(tmp_path: Path) -> Non
     prepare(path, own_folder=False)
 
 
+def test_what_killed_servers_left_is_swept_once_it_is_old(session: Path) -> None:
+    session.mkdir(mode=0o700)
+    names = old, young, live = [session / f"operator-{number}.sock" for number in (1, 2, 3)]
+    listening(old).close()
+    listening(young).close()
+    with listening(live):
+        for path in (old, live):
+            os.utime(path, (1, 1))
+        prepare(session / "operator-4.sock", own_folder=True)
+    assert [path.exists() for path in names] == [False, True, True]
+
+
 def test_only_servers_that_answer_are_found(session: Path) -> None:
     session.mkdir(mode=0o700)
     listening(session / "operator-1.sock").close()
