@@ -73,6 +73,8 @@ class Surroundings:
     oom: OomWatch
     wake: Callable[[], None]
     """Makes the supervisor's thread converge soon; from any thread."""
+    told: set[str] = field(default_factory=set)
+    """What workers were refused and the log has said: the next one is refused the same."""
 
 
 class Slot:
@@ -172,7 +174,8 @@ class Slot:
     def _watch_start(self, now: float) -> float | None:
         if self._said_ready and all(self._session.lane_state(lane) in (LANE_READY, LANE_ACTIVE) for lane in self.spec.lanes):
             self.life.acknowledged(now)
-            refused = "".join(f"; refused: {text}" for text in self._degraded)
+            refused = "".join(f"; refused: {text}" for text in self._degraded if text not in self._around.told)
+            self._around.told.update(self._degraded)
             log.info("%s, pid %d, is ready%s", self.name, self._process.pid if self._process else 0, refused)
             return self._look(now)
         if now >= self._deadline:

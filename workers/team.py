@@ -120,8 +120,8 @@ class Team:
             session = Session(model, _session_options(model, plan, topology, config, image.placement))
             kv_memory = KvMemory(session, image.placement.nodes)
             kv_memory.bind()
-            for text in (*image.report.degraded, *kv_memory.degraded):
-                log.warning("served all the same, but slower than it could be: %s", text)
+            if refused := (*image.report.degraded, *kv_memory.degraded):
+                log.warning("served all the same, but slower than it could be: %s", "; ".join(refused))
             session.lane_place(plan.max_lanes, plan.front_node)
             supervisor = Supervisor(session, image, plan, config.supervisor)
             supervisor.start(config.start_timeout_s)

@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from service.client import Client
@@ -17,7 +18,7 @@ from tests.numa.groups import group
 from tests.numa.image import ROOT
 from tests.numa.kernel import node_of_cpu, threads
 from tests.numa.models import model_path
-from tests.numa.serving import Server, answer, served
+from tests.numa.serving import Server, answer, served, until
 from tests.numa.teams import compute, shares, team
 from workers.mapping import PAGE, mapped
 from workers.numa import bind_memory
@@ -80,11 +81,15 @@ def test_refused_memory_policies_cost_no_answer_and_are_said_once(expected: tupl
         assert placement.degraded
         assert any("mbind" in text for text in placement.degraded)
         assert len(set(placement.degraded)) == len(placement.degraded)
-        log = server.log.read_text()
-        assert log.count("mbind") == 1, log
         nodes = node_of_cpu()
-        for pid in server.ready():
+        before = server.ready()
+        for pid in before:
             assert len({nodes[cpu] for thread in threads(pid) for cpu in thread.cpus}) == 1, "pinning was not refused"
+        psutil.Process(before[-1]).kill()
+        until(lambda: len(server.ready()) == 4 and server.ready() != before, "the killed worker is back")
+        log = server.log.read_text()
+        assert len([line for line in log.splitlines() if "mbind" in line]) == 1, log
+        assert all(log.count(f"set_mempolicy to node {node}") == 1 for node in range(4)), log
 
 
 def test_a_memory_limit_is_what_the_topology_knows() -> None:
