@@ -29,6 +29,7 @@ from workers.plan import kv_block_bytes
 from workers.team import Team, TeamConfig
 
 log = logging.getLogger("colibri.service")
+_LOOK_CLOSER = 0.2  # seconds after which it is asked what became of the workers
 _PATIENCE = 1.0  # seconds that nothing may compute before new requests are refused: a worker that died is back sooner
 
 
@@ -200,6 +201,8 @@ class Hosted:
 
     def _why_unable(self, gone: float) -> str:
         """Why new requests should not even wait; "" while a worker may soon be back."""
+        if gone < _LOOK_CLOSER:  # the supervisor has its hands full just now, and its lock; health must not wait for that
+            return ""
         workers = self.team.supervisor.snapshot().workers
         hopeless = all(worker.state is WorkerState.FAILED for worker in workers)
         if not hopeless and gone < min(_PATIENCE, self.config.lane_grace):

@@ -41,8 +41,9 @@ def test_workers_that_cannot_start_again(
         until(lambda: running.serving.gate.entered >= 2, "one step is done, the next waits")
 
         monkeypatch.setattr("workers.process.command", lambda *_, **__: ["/bin/false"])
+        pid = running.workers()[0].pid
         killed = time.monotonic()
-        os.kill(running.workers()[0].pid, how)
+        os.kill(pid, how)
         assert next(watch).status == NOT_SERVING
         assert time.monotonic() - killed < FLIP
         running.serving.gate.fault = lambda _: None
