@@ -91,6 +91,7 @@ class Hosted:
         self.desk = Desk(self.engine, stream_limit=config.stream_buffer_tokens, stream_patience=config.stream_patience)
         self.loaded_at = time.monotonic()
         self.state = ModelState.LOADING
+        self.closing = False  # from here on the team must not be touched
         self.changes = asyncio.Lock()  # of the workers: one after the other
         self._gone_since: float | None = None
         self._users = 0
@@ -167,6 +168,7 @@ class Hosted:
 
     async def close(self) -> None:
         """Ends the engine and the workers and frees everything. Requests that are left get no more news."""
+        self.closing = True
         await self._unused.wait()
         # A step must have ended before the session may be freed; one that never does is left to the end of the process.
         if not await asyncio.to_thread(self.engine.stop):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -56,8 +57,7 @@ class OperatorServicer(operator_pb2_grpc.OperatorServicer):
 
         async def work() -> pb.TopologyResponse:
             response = machine_message(await asyncio.to_thread(read_topology))
-            for hosted in self._meant(request.model):
-                response.placements.append(await _aside(hosted, placement_message))
+            response.placements.extend(await _of_each(self._meant(request.model), placement_message))
             return response
 
         return await _answer(context, work)
@@ -66,10 +66,8 @@ class OperatorServicer(operator_pb2_grpc.OperatorServicer):
         """Workers of one model or of all."""
 
         async def work() -> pb.ListWorkersResponse:
-            response = pb.ListWorkersResponse()
-            for hosted in self._meant(request.model):
-                response.workers.extend(await _aside(hosted, workers_of))
-            return response
+            workers = await _of_each(self._meant(request.model), workers_of)
+            return pb.ListWorkersResponse(workers=itertools.chain.from_iterable(workers))
 
         return await _answer(context, work)
 
@@ -123,9 +121,7 @@ class OperatorServicer(operator_pb2_grpc.OperatorServicer):
         """All models, those that are being loaded last."""
 
         async def work() -> pb.ListLoadedModelsResponse:
-            response = pb.ListLoadedModelsResponse()
-            for hosted in self._host.models:
-                response.models.append(await _aside(hosted, model_message))
+            response = pb.ListLoadedModelsResponse(models=await _of_each(self._host.models, model_message))
             response.models.extend(pb.LoadedModel(name=name, state=pb.MODEL_STATE_LOADING) for name in self._host.coming)
             return response
 
@@ -184,6 +180,8 @@ class OperatorServicer(operator_pb2_grpc.OperatorServicer):
             response = pb.WatchStatsResponse(uptime_seconds=now - self._since, interval_seconds=now - told)
             looks: dict[str, Look] = {}
             for hosted in self._watched(request.model):
+                if hosted.closing:
+                    continue
                 look = looks[hosted.name] = await _aside(hosted, partial(look_at, experts=_experts(request)))
                 response.models.append(model_stats(hosted, _same(before.get(hosted.name), hosted), look))
             before, told = looks, now
@@ -218,6 +216,8 @@ class OperatorServicer(operator_pb2_grpc.OperatorServicer):
 
         async def work() -> None:
             async with hosted.changes:
+                if hosted.closing:
+                    raise OperatorFault("NOT_FOUND", "UNKNOWN_MODEL", f"model {hosted.name!r} has been unloaded", model=hosted.name)
                 await _aside(hosted, lambda _: change(hosted.team))
 
         try:
@@ -267,6 +267,11 @@ def _experts(request: pb.WatchStatsRequest) -> bool:
 def _same(look: Look | None, hosted: Hosted) -> Look | None:
     """A look from before, unless another model had the name then."""
     return look if look is not None and look.at >= hosted.loaded_at else None
+
+
+async def _of_each(models: Sequence[Hosted], work: Callable[[Hosted], _Result]) -> list[_Result]:
+    """What is to be said of each model; one that is just being closed is passed over."""
+    return [await _aside(hosted, work) for hosted in models if not hosted.closing]
 
 
 async def _aside(hosted: Hosted, work: Callable[[Hosted], _Result]) -> _Result:

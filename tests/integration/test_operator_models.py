@@ -275,6 +275,30 @@ def test_metrics_are_labelled_by_model_and_go_with_it(models: tuple[Path, Path],
         assert '"two"' not in urllib.request.urlopen(url, timeout=PATIENCE).read().decode()
 
 
+def test_watchers_and_lists_bear_models_that_come_and_go(operated: Operating, models: tuple[Path, Path]) -> None:
+    watch = operated.stub.WatchStats(op.WatchStatsRequest(interval_ms=50), timeout=2 * PATIENCE)
+    stop = threading.Event()
+
+    def come_and_go() -> None:
+        while not stop.is_set():
+            operated.load(models[1], "two")
+            operated.stub.UnloadModel(op.UnloadModelRequest(name="two"), timeout=PATIENCE)
+
+    thread = threading.Thread(target=come_and_go)
+    thread.start()
+    try:
+        seen = set()
+        for _ in range(40):
+            seen |= {stats.model for stats in next(watch).models}
+            operated.workers()
+            operated.stub.Topology(op.TopologyRequest(), timeout=PATIENCE)
+            operated.models()
+    finally:
+        stop.set()
+        thread.join(2 * PATIENCE)
+    assert seen == {"one", "two"}
+
+
 def test_health_is_told_by_model(operated: Operating, models: tuple[Path, Path]) -> None:
     operated.load(models[1], "two")
     serving_now, unknown = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
