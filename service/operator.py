@@ -82,7 +82,7 @@ class OperatorServicer(operator_pb2_grpc.OperatorServicer):
             node = request.node if request.HasField("node") else None
             hosted = self._changeable(request.model, node)
             timeout = self._start_timeout + _DRAIN_SECONDS
-            await self._change(hosted, lambda team: team.scale(node, workers=workers, threads=threads, timeout=timeout))
+            await self._change(hosted, "workers", lambda team: team.scale(node, workers=workers, threads=threads, timeout=timeout))
             return pb.ScaleWorkersResponse(workers=await _aside(hosted, workers_of))
 
         return await _answer(context, work)
@@ -97,9 +97,9 @@ class OperatorServicer(operator_pb2_grpc.OperatorServicer):
 
             hosted = self._changeable(request.model, request.node if what == "node" else None)
             if what == "node":
-                await self._change(hosted, lambda team: team.drain_node(request.node, timeout=_DRAIN_SECONDS))
+                await self._change(hosted, "node", lambda team: team.drain_node(request.node, timeout=_DRAIN_SECONDS))
             else:
-                await self._change(hosted, lambda team: team.drain_worker(request.worker, timeout=_DRAIN_SECONDS))
+                await self._change(hosted, "worker", lambda team: team.drain_worker(request.worker, timeout=_DRAIN_SECONDS))
             return pb.DrainResponse(workers=await _aside(hosted, workers_of))
 
         return await _answer(context, work)
@@ -109,7 +109,7 @@ class OperatorServicer(operator_pb2_grpc.OperatorServicer):
 
         async def work() -> pb.RestartWorkerResponse:
             hosted, timeout = self._changeable(request.model), self._start_timeout + _DRAIN_SECONDS
-            await self._change(hosted, lambda team: team.restart_worker(request.worker, timeout=timeout))
+            await self._change(hosted, "worker", lambda team: team.restart_worker(request.worker, timeout=timeout))
             workers = await _aside(hosted, workers_of)
             return pb.RestartWorkerResponse(worker=next((worker for worker in workers if worker.index == request.worker), None))
 
@@ -211,8 +211,9 @@ class OperatorServicer(operator_pb2_grpc.OperatorServicer):
             raise OperatorFault("NOT_FOUND", "UNKNOWN_NODE", sentence, node=str(node))
         return hosted
 
-    async def _change(self, hosted: Hosted, change: Callable[[Team], object]) -> None:
-        """Sees a change of a model's team through, whatever becomes of the call; changes of one team follow one another."""
+    async def _change(self, hosted: Hosted, field: str, change: Callable[[Team], object]) -> None:
+        """Sees a change of a model's team through, whatever becomes of the call; changes of one team follow one another. `field` of the
+        request is what no plan could be made of, if none can."""
 
         async def work() -> None:
             async with hosted.changes:
@@ -226,7 +227,7 @@ class OperatorServicer(operator_pb2_grpc.OperatorServicer):
             raise OperatorFault("NOT_FOUND", "UNKNOWN_WORKER", f"model {hosted.name!r} has no worker {error.args[0]}") from error
         except ScaleError as error:
             if isinstance(error.__cause__, PlanError):
-                raise InvalidField("workers", str(error)) from error
+                raise InvalidField(field, str(error)) from error
             raise OperatorFault("ABORTED", "SCALE_FAILED", str(error)) from error
 
 

@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from colibri.v1 import operator_pb2 as op
 from service.client import generate_request
 from tests.integration.operating import operating
-from tests.integration.serving import PATIENCE, reason, retry_seconds, until
+from tests.integration.serving import PATIENCE, fields_at_fault, reason, retry_seconds, until
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 READINESS = health_pb2.HealthCheckRequest(service="colibri.v1.Inference")
@@ -78,6 +78,21 @@ def test_a_request_that_comes_while_a_dead_worker_is_replaced_is_not_refused(tin
             answer = running.serving.client.complete(generate_request("Hello", max_tokens=3, ignore_eos=True))
             assert answer.finish.usage.completion_tokens == 3
             until(lambda: running.workers()[0].state == op.WORKER_STATE_READY, "it is back")
+
+
+@pytest.mark.parametrize(
+    ("wish", "field"),
+    [(op.DrainRequest(worker=0), "worker"), (op.DrainRequest(node=0), "node"), (op.ScaleWorkersRequest(workers=0), "workers")],
+    ids=["worker", "node", "none"],
+)
+def test_the_last_that_computes_is_not_taken_away(tiny_model: Path, tmp_path: Path, wish: op.DrainRequest, field: str) -> None:
+    with operating(tiny_model, tmp_path, front_lane="off") as running:
+        call = running.stub.Drain if isinstance(wish, op.DrainRequest) else running.stub.ScaleWorkers
+        with pytest.raises(grpc.RpcError) as refused:
+            call(wish, timeout=PATIENCE)  # type: ignore[arg-type]
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert fields_at_fault(refused.value) == [field]
+        assert running.workers()[0].state == op.WORKER_STATE_READY
 
 
 def test_a_model_without_a_worker_that_computes_does_not_become_the_default(
