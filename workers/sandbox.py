@@ -11,7 +11,7 @@ import ctypes
 import errno
 import os
 import struct
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 PR_SET_SECCOMP_FILTER = 1  # SECCOMP_SET_MODE_FILTER
 SECCOMP_SPEC_ALLOW = 1 << 2
@@ -173,7 +173,11 @@ def filter_program(machine: str, *, refused: Iterable[str] = REFUSED) -> list[In
 
 
 def _seccomp() -> None:
-    program = filter_program(_machine())
+    install(filter_program(_machine()))
+
+
+def install(program: Sequence[Instruction]) -> None:
+    """Puts a filter over all calls of this thread and those it starts, for good. OSError."""
     code = b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
     buffer = ctypes.create_string_buffer(code, len(code))
 

@@ -118,6 +118,39 @@ def verdict(program: list[tuple[int, int, int, int]], machine: int, number: int,
                 return {0x7FFF0000: "allow", 0x00050001: "EPERM", 0x00050026: "ENOSYS"}[operand]
 
 
+WITHOUT = """
+import ctypes, os, sys
+from pathlib import Path
+from workers import sandbox
+from tests.fault.harness import Decoding, config
+from workers.team import Team
+
+ctypes.CDLL(None).prctl(38, 1, 0, 0, 0)
+refused = [sandbox.CALLS["seccomp"][list(sandbox.AUDIT).index(os.uname().machine)], sandbox.LANDLOCK_CREATE]
+denied = [(0x20, 0, 0, 0)]
+for number in refused[: 2 if sys.argv[2] == "both" else 1]:
+    denied += [(0x15, 0, 1, number), (0x06, 0, 0, 0x00050026)]
+sandbox.install([*denied, (0x06, 0, 0, 0x7FFF0000)])
+with Team.open(Path(sys.argv[1]), config(1)) as team:
+    Decoding().run(team.session, steps=3)
+    print(*team.supervisor.snapshot().workers[0].degraded, sep="|")
+"""
+
+
+@pytest.mark.parametrize(
+    ("lacking", "told"),
+    [
+        ("seccomp", ["seccomp: Function not implemented"]),
+        ("both", ["landlock: Function not implemented", "seccomp: Function not implemented"]),
+    ],
+)
+def test_a_worker_that_can_not_be_locked_down_computes_and_says_so(lacking: str, told: list[str], model: Path) -> None:
+    """Under a filter of our own that answers as a kernel without them does."""
+    run = subprocess.run([sys.executable, "-c", WITHOUT, str(model), lacking], capture_output=True, text=True, cwd=ROOT)
+    assert run.returncode == 0, run.stderr
+    assert [text for text in run.stdout.strip().split("|") if text.startswith(("landlock", "seccomp"))] == told
+
+
 # ---------------------------------------------------------------- real workers
 
 
