@@ -7,9 +7,6 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import NoReturn
 
-import jinja2
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
 Message = Mapping[str, str]
 
 
@@ -17,7 +14,7 @@ class ChatError(ValueError):
     """The template is unusable or refused the conversation; says why."""
 
 
-class _Refused(jinja2.TemplateError):
+class _Refused(Exception):
     """The template itself said no (raise_exception)."""
 
 
@@ -25,6 +22,9 @@ class ChatTemplate:
     """A compiled chat template."""
 
     def __init__(self, source: str, *, bos_token: str = "", eos_token: str = "") -> None:
+        import jinja2  # here, since it takes longer to import than the rest of the service, and not every model has a template
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
         environment.filters["tojson"] = _to_json
         environment.globals.update(raise_exception=_raise, strftime_now=_strftime_now)

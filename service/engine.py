@@ -19,10 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from operator import add
 from pathlib import Path
-from typing import Protocol
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Protocol
 
 from engine_c import EngineError, SeqResult, SeqWork, StepStats
 from service.faults import Draining, EngineFault, Fault, WorkersLost
@@ -30,6 +27,10 @@ from service.outbox import Outbox
 from service.plan import Plan, SchedulerStats, Update
 from service.request import Request
 from service.scheduler import Scheduler
+
+if TYPE_CHECKING:  # a start need not wait for it
+    import numpy as np
+    import numpy.typing as npt
 
 log = logging.getLogger("colibri.service")
 THREAD_NAME = "colibri-engine"  # as top -H shows it; 15 characters at most
@@ -112,7 +113,7 @@ class EngineThread:
         self._draining = False
         self._at_boundary: list[Callable[[], object]] = []
         self._totals = EngineTotals()
-        self._next_look = 0.0
+        self._next_look = time.monotonic() + _EXPERTS_EVERY
         self._gone_since = self._gone_seen = -math.inf
         self._loop: asyncio.AbstractEventLoop | None = None
         self._deliver: Deliver | None = None

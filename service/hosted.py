@@ -7,13 +7,14 @@ import logging
 import os
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import Self
 
 from colibri.v1 import inference_pb2 as pb
-from engine_c import KV_BLOCK, KV_FORMATS, LANE_ACTIVE, LANE_READY, SessionOptions
+from engine_c import KV_BLOCK, LANE_ACTIVE, LANE_READY
 from service.artifact import Artifact
 from service.blocks import BlockPool
 from service.config import ServeConfig
@@ -26,7 +27,7 @@ from service.scheduler import Scheduler
 from service.served import ServedModel, load_texts, make_served
 from workers.lifecycle import State as WorkerState
 from workers.plan import kv_block_bytes
-from workers.team import Team, TeamConfig
+from workers.team import Team
 
 log = logging.getLogger("colibri.service")
 _LOOK_CLOSER = 0.2  # seconds after which it is asked what became of the workers
@@ -48,29 +49,6 @@ TRANSITIONS: dict[ModelState, frozenset[ModelState]] = {
     ModelState.SERVING: frozenset({ModelState.READY}),
     ModelState.DRAINING: frozenset(),
 }
-
-
-def team_config(config: ServeConfig) -> TeamConfig:
-    """The part of the settings that the engine and its workers are built from."""
-    options = SessionOptions(
-        max_rows=config.max_rows,
-        max_seqs=config.max_seqs,
-        max_logit_rows=config.logit_rows,
-        kv_format=KV_FORMATS[config.kv_format],
-        spin_us=config.spin_us,
-        hang_ms=config.hang_ms,
-    )
-    return TeamConfig(
-        load_mode=config.load,
-        placement=config.placement,
-        smt=config.smt,
-        workers_per_node=config.workers_per_node,
-        threads_per_worker=config.threads_per_worker,
-        front_lane=config.front_lane,
-        session=options,
-        kv_bytes=config.kv_memory,
-        start_timeout_s=config.start_timeout,
-    )
 
 
 class Hosted:
@@ -99,14 +77,14 @@ class Hosted:
         self._unused.set()
 
     @classmethod
-    async def open(cls, config: ServeConfig, artifact: Artifact, metrics: Metrics) -> Self:
-        """Opens the model and starts its workers, beside what else the loop does. On failure nothing is left behind."""
+    async def open(cls, config: ServeConfig, artifact: Artifact, metrics: Metrics, opening: Future[Team]) -> Self:
+        """Starts what serves a model whose team is being opened (service.opening). On failure nothing is left behind."""
         texts = asyncio.create_task(asyncio.to_thread(load_texts, artifact))
-        opening = asyncio.create_task(asyncio.to_thread(Team.open, config.model, team_config(config)))
-        await asyncio.wait((texts, opening))
-        if texts.exception() is not None and opening.exception() is None:
-            await asyncio.to_thread(opening.result().close)
-        team, (tokenizer, template) = opening.result(), texts.result()
+        team_opens = asyncio.ensure_future(asyncio.wrap_future(opening))
+        await asyncio.wait((texts, team_opens))
+        if texts.exception() is not None and team_opens.exception() is None:
+            await asyncio.to_thread(team_opens.result().close)
+        team, (tokenizer, template) = team_opens.result(), texts.result()
         model = make_served(
             artifact,
             team.model.info,

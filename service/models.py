@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,13 +19,15 @@ from engine_c import EngineError
 from service.artifact import Artifact, ArtifactError, read_artifact
 from service.config import ConfigError, ServeConfig
 from service.faults import Draining, InvalidField, OperatorFault, ShutDown, UnknownModel, shown
-from service.hosted import Hosted, ModelState, team_config
+from service.hosted import Hosted, ModelState
 from service.metrics import Metrics
+from service.opening import begin_opening, team_config
 from workers.need import MemoryNeed, NoRoom, memory_need
 from workers.placement import PlacementError
 from workers.plan import PlanError
 from workers.segments import SegmentError
 from workers.supervisor import SupervisorError
+from workers.team import Team
 
 log = logging.getLogger("colibri.service")
 DEFAULT = "default"  # stands for the default model, as the empty name does, unless a model is called so
@@ -107,9 +110,9 @@ class ModelHost:
 
     # ------------------------------------------------------------ life
 
-    async def start(self, artifact: Artifact) -> None:
-        """Opens the first model, the default. Raises ConfigError, or what engine and workers raise."""
-        self._default = hosted = await Hosted.open(self._config, artifact, self._metrics)
+    async def start(self, artifact: Artifact, opening: Future[Team]) -> None:
+        """Serves the first model, the default. Raises ConfigError, or what engine and workers raise."""
+        self._default = hosted = await Hosted.open(self._config, artifact, self._metrics, opening)
         self._models[hosted.name] = hosted
         hosted.move(ModelState.SERVING)
 
@@ -247,7 +250,7 @@ class ModelHost:
 
     async def _opened(self, config: ServeConfig, artifact: Artifact) -> Hosted:
         try:
-            return await Hosted.open(config, artifact, self._metrics)
+            return await Hosted.open(config, artifact, self._metrics, begin_opening(config))
         except (ConfigError, EngineError) as error:
             raise InvalidField("path", str(error)) from error
         except PlacementError as error:

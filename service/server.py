@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # workers are exec'd; nothing forks once grpc runs
 
@@ -30,12 +32,14 @@ from service.inference import InferenceServicer, add_inference
 from service.loop import ServerLoop
 from service.metrics import Metrics, Snapshot
 from service.models import ModelHost
+from service.opening import SWITCH, begin_opening
 from service.operator_server import OperatorServer
 from service.reading import ReadingInterceptor
+from workers.team import Team
 
 log = logging.getLogger("colibri.service")
 _HEALTH_EVERY = 0.05  # seconds between looks at the engine
-_SWITCH = 0.0002  # seconds; Python's 5 ms is how long the engine thread would wait between steps while the loop has messages to write
+_COLLECT_AFTER = 20_000  # objects made and not freed between looks for cycles
 _FAREWELL = 1.0  # seconds for the statuses of broken-off calls to reach their callers
 _SERVICES = (
     inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name,
@@ -65,11 +69,19 @@ def _warn_of_unknown_variables() -> None:
         log.warning("the environment variable %s means nothing to this version and is ignored%s", name, hint)
 
 
+def _calm_collector() -> None:
+    """What is there after the start stays; going through all of it again and again would hold up tokens for milliseconds."""
+    gc.freeze()
+    gc.set_threshold(_COLLECT_AFTER, 10, 100)
+
+
 class Server:
     """Models behind one address. `run()` is its whole life; startup, serve and shutdown are its parts, for one event loop."""
 
-    def __init__(self, config: ServeConfig) -> None:
+    def __init__(self, config: ServeConfig, opening: Future[Team] | None = None) -> None:
+        """`opening`: the team of config.model, if that was begun before."""
         self.config = config
+        self._opening = opening
         self.metrics = Metrics()
         self.host = ModelHost(config, self.metrics)
         self.health = HealthServicer()
@@ -87,13 +99,14 @@ class Server:
 
     def run(self) -> None:
         """Serves until SIGTERM or SIGINT and drains. Raises ConfigError, or what the engine and workers raise, if it cannot start."""
-        sys.setswitchinterval(_SWITCH)
+        sys.setswitchinterval(SWITCH)
         with asyncio.Runner(loop_factory=ServerLoop) as runner:
             runner.run(self._run())
 
     async def _run(self) -> None:
         with self._signals():
             await self.startup()
+            _calm_collector()
             try:
                 await self.serve()
             finally:
@@ -112,10 +125,13 @@ class Server:
     async def _start(self) -> None:
         config, undo = self.config, self._undo
         _warn_of_unknown_variables()
+        if self._opening is not None:
+            undo.push_async_callback(self._close_unused)
         artifact = read_artifact(config.model)
         await asyncio.to_thread(check_address, config)
         undo.push_async_callback(self.host.close)
-        await self.host.start(artifact)
+        opening, self._opening = self._opening or begin_opening(config), None
+        await self.host.start(artifact, opening)
         self.metrics.read_from(self._snapshots)
         undo.callback(self.metrics.close)
         self._start_metrics()
@@ -127,6 +143,13 @@ class Server:
         self._look_at_engines()
         log.info("serving %s on %s (worker processes: %d)", self.default.name, self._listening, len(self.default.team.plan.workers))
         log.info("operators: %s", ", ".join(self.operators.places) or "nowhere")
+
+    async def _close_unused(self) -> None:
+        """A team that was opened for nothing."""
+        if self._opening is not None:
+            with contextlib.suppress(Exception):  # it is the other failure that is told
+                team = await asyncio.wrap_future(self._opening)
+                await asyncio.to_thread(team.close)
 
     @property
     def target(self) -> str:

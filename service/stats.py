@@ -6,9 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING
 
 from colibri.v1 import operator_pb2 as pb
 from engine_c import OPERATIONS
@@ -18,6 +16,10 @@ from service.operator_messages import MODEL_STATES, worker_messages
 from service.plan import SchedulerStats
 from workers.slot import WorkerSnapshot
 from workers.team import TeamDescription
+
+if TYPE_CHECKING:  # a start need not wait for it
+    import numpy as np
+    import numpy.typing as npt
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ class ServeCase:
     prompt: int
     answer: int
     clients: int = 1
+    interval_ms: int | None = None  # that tokens may be held; None: the server's default
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,29 +47,37 @@ class Run:
 
 
 def bench_serve(path: Path, config: BenchConfig, case: ServeCase, *, meter: Meter, limits: MachineLimits) -> list[Row]:
-    """The engine by itself, before and after the service; the clients' tokens a second (limit: the engine's); then microseconds a token by
-    where they go."""
+    """The engine by itself, before and after the service; the clients' tokens a second (limit: the engine's), every token sent at once and
+    as the server has it by default; then microseconds a token by where they go, for the default."""
     before = bench_decode(path, config, streams=case.streams, prompt=case.prompt, meter=meter, limits=limits)
     with serving(path, config, options=["--kv-memory", _kv_memory(path, config, case)]) as served:
         _run(served, replace(case, answer=16), seed=1)  # warms up: connections, code, pages
+        at_once = _run(served, replace(case, interval_ms=0), seed=3)
         run = _run(served, case, seed=2)
     after = bench_decode(path, config, streams=case.streams, prompt=case.prompt, meter=meter, limits=limits)
     python = (before.details["python"] + after.details["python"]) / 2
     own = replace(before, samples=before.samples + after.samples, details={"python": python})
-    window = window_of(run.streams)
-    samples = rates(run.streams, window, config.samples)
-    parts = break_down(_window(run, window), own, message_costs(path, tokens=2000))
+    parts = break_down(_window(run), own, message_costs(path, tokens=2000))
     facts = {"streams": float(case.streams), "clients": float(case.clients)}
-    engine = replace(own, case=f"engine, {case.streams} streams", limit=None, details=facts)
-    row = Row(f"gRPC, {case.streams} streams", "tokens/s", samples, facts, own.median)
-    return [engine, row, *_part_rows("wall", parts.times, parts.wall), *_part_rows("CPU", parts.cpu, parts.wall)]
+    name = f"{case.streams} streams"
+    engine = replace(own, case=f"engine, {name}", limit=None, details=facts)
+    rows = [
+        Row(case_name, "tokens/s", rates(one.streams, window_of(one.streams), config.samples), facts | _bunching(one), own.median)
+        for case_name, one in ((f"gRPC, {name}, each token at once", at_once), (f"gRPC, {name}", run))
+    ]
+    return [engine, *rows, *_part_rows("wall", parts.times, parts.wall), *_part_rows("CPU", parts.cpu, parts.wall)]
 
 
 def _part_rows(kind: str, parts: dict[str, float], wall: float) -> list[Row]:
     return [Row(f"  {kind}: {name}", "us/token", (value,), {"of token": value / wall}) for name, value in parts.items()]
 
 
-def _window(run: Run, window: tuple[float, float]) -> Window:
+def _bunching(run: Run) -> dict[str, float]:
+    tokens = [count for stream in run.streams for _, count in stream]
+    return {"tokens/message": sum(tokens) / len(tokens)}
+
+
+def _window(run: Run) -> Window:
     first, last = run.first, run.last
     moved = {name: last.totals.get(name, 0.0) - value for name, value in first.totals.items()}
     if moved["rows"] <= 0:
@@ -111,7 +120,7 @@ class _Clients:
         vocab = _vocab(served.target)
         for index in range(case.clients):
             streams = case.streams // case.clients + (index < case.streams % case.clients)
-            wish = ClientWish(served.target, streams, case.prompt, case.answer, vocab, seed * 1000 + index)
+            wish = ClientWish(served.target, streams, case.prompt, case.answer, vocab, seed * 1000 + index, case.interval_ms)
             command = [sys.executable, "-m", "ops.bench.serve_client", wish.as_json()]
             self._processes.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
         self._readers = [threading.Thread(target=self._read, args=(index,)) for index in range(case.clients)]
@@ -180,4 +189,3 @@ def _vocab(target: str) -> int:
 
     with Client(target, timeout=30) as client:
         return client.model().vocab_size
-

@@ -3,7 +3,8 @@
     python -m ops.bench.serve_client '{"target": ..., "streams": ..., ...}'
 
 Prints "ready" and waits for a line; then "begin" once every stream has had its first message, "end" when the first has had nine tenths of
-its answer, and one line of JSON: for each stream [[time.monotonic() of a message, its tokens], ...]. Messages are kept as bytes, read last.
+its answer, and one line of JSON: for each stream [[time.monotonic() of a message, its tokens], ...]. Every message is parsed as it comes,
+as clients do.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 
+import grpc
 import grpc.aio
 
 from colibri.v1 import inference_pb2 as pb
@@ -33,6 +35,7 @@ class ClientWish:
     answer: int
     vocab: int
     seed: int
+    interval_ms: int | None = None  # stream_interval_ms of the requests; None: the server's default
 
     def as_json(self) -> str:
         return json.dumps(asdict(self))
@@ -46,9 +49,9 @@ class Progress:
         self._almost = wish.answer * 9 // 10
         self._ended = False
 
-    def message(self, count: int) -> None:
-        """A stream has had its count-th message; a message has one token as a rule."""
-        if count == 1:
+    def tokens(self, count: int, *, first: bool) -> None:
+        """A stream has had `count` tokens so far."""
+        if first:
             self._waiting -= 1
             if not self._waiting:
                 print("begin", flush=True)
@@ -56,30 +59,33 @@ class Progress:
             self.end()
 
     def end(self) -> None:
-        """The first answer is almost whole, or all of it is there in fewer messages than it has tokens."""
+        """The first answer is almost whole."""
         if not self._ended:
             self._ended = True
             print("end", flush=True)
 
 
-async def stream(channel: grpc.aio.Channel, wish: ClientWish, tokens: list[int], progress: Progress) -> list[tuple[float, bytes]]:
-    """Everything one answer sent, and when."""
-    call: grpc.aio.UnaryStreamMultiCallable[pb.GenerateRequest, bytes] = channel.unary_stream(
-        _METHOD, request_serializer=pb.GenerateRequest.SerializeToString, response_deserializer=None
+async def stream(channel: grpc.aio.Channel, wish: ClientWish, tokens: list[int], progress: Progress) -> list[tuple[float, int]]:
+    """When the messages of one answer came, and how many tokens each had."""
+    call: grpc.aio.UnaryStreamMultiCallable[pb.GenerateRequest, pb.GenerateResponse] = channel.unary_stream(
+        _METHOD, request_serializer=pb.GenerateRequest.SerializeToString, response_deserializer=pb.GenerateResponse.FromString
     )
     request = generate_request(tokens=tokens, max_tokens=wish.answer, temperature=0, ignore_eos=True)
-    messages: list[tuple[float, bytes]] = []
-    async for message in call(request):
-        messages.append((time.monotonic(), message))
-        progress.message(len(messages))
-    progress.end()
+    if wish.interval_ms is not None:
+        request.stream_interval_ms = wish.interval_ms
+    messages: list[tuple[float, int]] = []
+    had = 0
+    answer = call(request)
+    while (message := await answer.read()) is not grpc.aio.EOF:
+        assert isinstance(message, pb.GenerateResponse)
+        count = len(message.delta.token_ids)
+        if count:
+            had += count
+            messages.append((time.monotonic(), count))
+            progress.tokens(had, first=len(messages) == 1)
+    if await answer.code() is not grpc.StatusCode.OK:
+        raise RuntimeError(f"a request was not answered: {await answer.details()}")
     return messages
-
-
-def token_times(messages: list[tuple[float, bytes]]) -> list[tuple[float, int]]:
-    """(time, tokens) of the messages that carry tokens."""
-    parsed = ((at, len(pb.GenerateResponse.FromString(raw).delta.token_ids)) for at, raw in messages)
-    return [(at, count) for at, count in parsed if count]
 
 
 async def run(wish: ClientWish) -> list[list[tuple[float, int]]]:
@@ -91,8 +97,7 @@ async def run(wish: ClientWish) -> list[list[tuple[float, int]]]:
         await channel.channel_ready()
         print("ready", flush=True)
         sys.stdin.readline()
-        answers = await asyncio.gather(*(stream(channel, wish, prompt, progress) for prompt in prompts))
-    return [token_times(messages) for messages in answers]
+        return await asyncio.gather(*(stream(channel, wish, prompt, progress) for prompt in prompts))
 
 
 if __name__ == "__main__":

@@ -115,10 +115,13 @@ def register(app: typer.Typer) -> None:
             hang_ms=hang_ms,
         )
         logging.basicConfig(level=log_level.value.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-        path = container(model, cache_dir(), quant.value)
-        from service.server import Server
+        settings = settings.with_(model=container(model, cache_dir(), quant.value))
+        from service.opening import begin_opening
 
-        Server(settings.with_(model=path)).run()
+        opening = begin_opening(settings)
+        from service.server import Server  # takes about as long to import as the team to open
+
+        Server(settings, opening).run()
 
 
 def parse_size(text: str | None) -> int | None:
