@@ -112,6 +112,7 @@ class EngineThread:
         self._stopping = False
         self._draining = False
         self._at_boundary: list[Callable[[], object]] = []
+        self._idle = False  # waiting for work; changed under the lock
         self._totals = EngineTotals()
         self._next_look = time.monotonic() + _EXPERTS_EVERY
         self._gone_since = self._gone_seen = -math.inf
@@ -155,6 +156,8 @@ class EngineThread:
         with self._wake:
             if not self.progress.alive:
                 raise EngineFault("ENGINE_STOPPED", "the engine has stopped; restart the server")
+            if self._idle:  # it waits for work right now
+                return
             self._at_boundary.append(lambda: loop.call_soon_threadsafe(reached.set))
             self._wake.notify()
         await reached.wait()
@@ -248,7 +251,10 @@ class EngineThread:
             if self._scheduler.has_work() or self._stopping:
                 return
             self._post(self._outbox.take_all())
-            if not self._wake.wait(timeout) and timeout is not None:
+            self._idle = True
+            woken = self._wake.wait(timeout)
+            self._idle = False
+            if not woken and timeout is not None:
                 self._scheduler.check_integrity()
                 timeout = None
 
