@@ -27,7 +27,7 @@ exec {python} -m pytest -p tests.numa.guest -p no:cacheprovider --timeout={secon
 
 
 class Outside:
-    """The tests of one machine. The machine boots when the first report is asked for."""
+    """The tests of one machine."""
 
     def __init__(self, name: str, tests: Sequence[str], *, timeout: float) -> None:
         self.name = name
@@ -35,14 +35,25 @@ class Outside:
         self._timeout = timeout
         self._running: Running | None = None
         self._lines: Iterator[dict[str, object]] = iter(())
+        self._refusal: MachineError | None = None
+
+    def start(self) -> None:
+        """Boots the machine, if it has not been. What goes wrong is told with the first report."""
+        if self._running is None and self._refusal is None:
+            try:
+                self._running = self._boot()
+            except MachineError as refusal:
+                self._refusal = refusal
+            else:
+                self._lines = self._follow(self._running)
 
     def reports(self, item: pytest.Item) -> Iterator[pytest.TestReport]:
         """The reports of a test, up to that of its teardown; if the machine fails, one that says how."""
         start = time.time()
+        self.start()
         try:
             if self._running is None:
-                self._running = self._boot()
-                self._lines = self._follow(self._running)
+                raise self._refusal or MachineError("it was not started")
             for data in self._lines:
                 report = item.config.hook.pytest_report_from_serializable(config=item.config, data=data)
                 if report.nodeid == item.nodeid:
