@@ -106,6 +106,20 @@ class TokenBytes:
         self.special = special
         self._piece_of = piece_of
         self._known: dict[int, bytes] = {}
+        self._texts: dict[int, str | None] = {}
+
+    def text(self, token: int) -> str | None:
+        """A token's text if it is whole characters, else None."""
+        try:
+            return self._texts[token]
+        except KeyError:
+            pass
+        try:
+            found: str | None = self(token).decode()
+        except UnicodeDecodeError:
+            found = None
+        self._texts[token] = found
+        return found
 
     def __call__(self, token: int) -> bytes:
         """A token's bytes; none for an id the tokenizer does not have (models pad their vocabulary)."""
@@ -126,16 +140,25 @@ class Detokeniser:
         self._joiner = table.rules.joiner.encode()
         self._first = not continues
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._simple = continues and self._is_simple()
+
+    def _is_simple(self) -> bool:
+        """Whether a token of whole characters just stands for them: none is half there, nothing is stripped or put between."""
+        return not self._joiner and not self._strip and not self._utf8.getstate()[0]
 
     def feed(self, token: int) -> str:
         """The text that has become certain with this token."""
         if self._skip_special and token in self._table.special:
             return ""
+        if self._simple and (text := self._table.text(token)) is not None:
+            return text
         raw = self._table(token)
         if not self._first:
             raw = self._joiner + raw
         self._first = False
-        return self._trim(self._utf8.decode(raw))
+        text = self._trim(self._utf8.decode(raw))
+        self._simple = self._is_simple()
+        return text
 
     def flush(self) -> str:
         """What an unfinished character at the end comes to."""

@@ -7,11 +7,9 @@ operations that have: for 32 messages written in a step the loop would go round 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 import socket
-import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 _READER = "_handle_events"  # of grpc.aio's completion queue
@@ -23,11 +21,17 @@ class ServerLoop(asyncio.SelectorEventLoop):
 
     def add_reader(self, fd: Any, callback: Callable[..., Any], *args: Any) -> None:  # type: ignore[override]
         """As asyncio has it, but for the reader of grpc.aio."""
-        if isinstance(fd, socket.socket) and getattr(callback, "__name__", "") == _READER:
-            _be_patient()
+        if isinstance(fd, socket.socket) and is_grpc_reader(callback):
             super().add_reader(fd, _take_together, fd, callback)
         else:
             super().add_reader(fd, callback, *args)
+
+
+def is_grpc_reader(callback: Callable[..., Any]) -> bool:
+    """Whether it is that of grpc.aio's completion queue."""
+    while isinstance(callback, partial):
+        callback = callback.func
+    return getattr(callback, "__name__", "") == _READER
 
 
 def _take_together(waking: socket.socket, callback: Callable[[], Any]) -> None:
@@ -36,11 +40,3 @@ def _take_together(waking: socket.socket, callback: Callable[[], Any]) -> None:
     if waiting > 1:
         waking.recv(waiting - 1)
     callback()
-
-
-def _be_patient() -> None:
-    """grpc.aio's thread need not take a lane's CPU for every single operation that ends: it can handle several as well a little later."""
-    for thread in threading.enumerate():
-        if "_poll_wrapper" in thread.name and thread.native_id is not None:
-            with contextlib.suppress(OSError):
-                os.sched_setscheduler(thread.native_id, os.SCHED_BATCH, os.sched_param(0))

@@ -51,6 +51,21 @@ def test_there_is_exactly_one_finish_and_it_comes_last(server: Serving) -> None:
     assert finish.seed == 1
 
 
+def test_tokens_are_held_as_long_as_the_request_allows_and_none_is_lost(server: Serving) -> None:
+    def deltas(interval_ms: int | None) -> list[pb.Delta]:
+        request = generate_request("Hello", max_tokens=40, seed=1, ignore_eos=True)
+        if interval_ms is not None:
+            request.stream_interval_ms = interval_ms
+        return [event for event in server.client.generate(request) if isinstance(event, pb.Delta)]
+
+    at_once, held, default = deltas(0), deltas(1000), deltas(None)
+    whole = "".join(delta.text for delta in at_once), [token for delta in at_once for token in delta.token_ids]
+    for other in (held, default):
+        assert ("".join(delta.text for delta in other), [token for delta in other for token in delta.token_ids]) == whole
+    assert len(held[0].token_ids) == 1, "the first token does not wait"
+    assert len(held) < len(at_once)
+
+
 def test_in_one_piece_there_is_one_delta(server: Serving) -> None:
     events = list(server.client.generate(generate_request("Hello", max_tokens=20, seed=1, stream=False)))
     assert [type(event) for event in events] == [pb.Delta, pb.Finish]

@@ -61,6 +61,7 @@ BAD_REQUESTS = [
     ("stop.token_ids", generate_request("x", stop_token_ids=range(65))),
     ("stop.token_ids[0]", generate_request("x", stop_token_ids=[512])),
     ("top_logprobs", generate_request("x", top_logprobs=21)),
+    ("stream_interval_ms", pb.GenerateRequest(text="x", stream_interval_ms=1001)),
 ]
 
 
