@@ -27,6 +27,8 @@ KINDS = {"int4": ("Q4_0",), "int8": ("Q8_0",), "bf16": ("BF16", "F16")}
 SMALL_PAGES = f"{OURS} 4K pages"
 """Ours on the file's own pages instead of a copy on huge ones."""
 _SHORT_REPEATS = 3  # samples a round of one stream behind a short context: each takes a fraction of a second
+_DISTURBED = 0.15  # of the CPUs used by others: the sample is taken again
+_TRIES = 3
 
 Say = Callable[[str], None]
 
@@ -88,16 +90,21 @@ def _round(found: list[Engine], wish: PeersWish, number: int, board: Board, mete
 
 
 def _sample(engine: Engine, case: Case, number: int, board: Board, meter: Meter, say: Say) -> None:
-    before, begin = statistics.median(meter.read()), usage()
-    result = engine.run(case, seed=number)
-    end, after = usage(), statistics.median(meter.read())
-    if result is None:
-        return
-    noise = others(begin, end, cpus=os.cpu_count() or 1)
-    seen = f"plain read {before:.1f} and {after:.1f} GB/s, others used {noise:.0%} of the CPUs, took {end.at - begin.at:.1f} s"
-    say(f"round {number}, {case.name}, {engine.name}: {figure(result.rate)} tokens/s; {seen}")
+    """One sample; again if others disturbed it. The least disturbed counts."""
+    tries: list[tuple[float, float, dict[str, float]]] = []
+    while len(tries) < _TRIES and (not tries or tries[-1][0] > _DISTURBED):
+        before, begin = statistics.median(meter.read()), usage()
+        result = engine.run(case, seed=number)
+        end, after = usage(), statistics.median(meter.read())
+        if result is None:
+            return
+        noise = others(begin, end, cpus=os.cpu_count() or 1)
+        seen = f"plain read {before:.1f} and {after:.1f} GB/s, others used {noise:.0%} of the CPUs, took {end.at - begin.at:.1f} s"
+        say(f"round {number}, {case.name}, {engine.name}: {figure(result.rate)} tokens/s; {seen}")
+        tries.append((noise, result.rate, {"read GB/s": (before + after) / 2, "others": noise} | dict(result.details)))
+    _noise, rate, details = min(tries, key=lambda one: one[0])
     facts = {"streams": float(case.streams)} if case.streams else {"tokens": float(case.context)}
-    board.add(case.name, engine.name, result.rate, facts | {"read GB/s": (before + after) / 2, "others": noise} | dict(result.details))
+    board.add(case.name, engine.name, rate, facts | details)
 
 
 def cases(wish: PeersWish) -> list[Case]:
