@@ -50,8 +50,10 @@ def bench_swap(path: Path, other: Path, config: BenchConfig, *, streams: int) ->
         Row("swap", "ms", tuple(own for own, _ in rest)),
         Row("swap, the whole call", "ms", tuple(whole for _, whole in rest)),
         Row("swap and the new default's first token", "ms", first, {"prompt": len(_PROMPT)}),
-        Row(f"swap, {streams} streams running", "ms", tuple(own for own, _ in load), {"streams": streams}),
-        Row(f"swap, the whole call, {streams} streams running", "ms", tuple(whole for _, whole in load), {"streams": streams}),
+        # The first swaps away from the model that is busy, to one at rest, and back, at the end of a step that runs.
+        Row(f"swap away from {streams} streams", "ms", tuple(own for own, _ in load[::2]), {"streams": streams}),
+        Row(f"swap back to {streams} streams", "ms", tuple(own for own, _ in load[1::2]), {"streams": streams}),
+        Row(f"swap away from {streams} streams, the whole call", "ms", tuple(whole for _, whole in load[::2]), {"streams": streams}),
     ]
 
 

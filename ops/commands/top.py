@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from typing import TYPE_CHECKING, Annotated
 
@@ -76,8 +77,11 @@ def show_live(stub: operator_pb2_grpc.OperatorStub, request: pb.WatchStatsReques
     try:
         # Drawn anew four times a second, so that it follows a terminal that changes its size.
         with Live(console=out, screen=True, auto_refresh=True, refresh_per_second=4) as live:
+            machine = ask_machine(stub)
             for message in messages:
-                live.update(Frame(message, ask_machine(stub), place), refresh=True)
+                with contextlib.suppress(grpc.RpcError):  # if the server has gone, the watch itself tells how
+                    machine = ask_machine(stub)
+                live.update(Frame(message, machine, place), refresh=True)
     except KeyboardInterrupt:
         return
     except grpc.RpcError as failure:

@@ -226,22 +226,33 @@ def test_watch_tells_of_a_stalled_engine_and_of_its_recovery(tiny_model: Path) -
 def test_metrics_have_the_names_that_dashboards_read(tiny_model: Path) -> None:
     with serving(tiny_model, metrics_port=0) as server:
         server.client.complete(endless(max_tokens=20))
-        port = server.server.metrics.port
-        text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE).read().decode()
-    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+        values = scraped(server)
+        skews = until(lambda: load_of_experts(server), "a step has been done a second after the start")
     label = f'{{model_name="{server.server.default.model.name}"}}'
     assert float(values["vllm:generation_tokens_total" + label]) == 20
     assert float(values["vllm:prompt_tokens_total" + label]) == 5
     assert float(values["vllm:num_requests_running" + label]) == 0
     assert float(values["vllm:time_to_first_token_seconds_count" + label]) == 1
     assert float(values["colibri_steps_total" + label]) == 20
-    skews = [float(value) for name, value in values.items() if name.startswith("colibri_expert_load_max_over_mean")]
     assert len(skews) == 3
     assert all(1 <= skew <= 4 for skew in skews)
     for name in ("num_requests_waiting", "kv_cache_usage_perc", "prefix_cache_queries_total", "prefix_cache_hits_total"):
         assert f"vllm:{name}{label}" in values
     for name in ("inter_token_latency_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds"):
         assert f"vllm:{name}_count{label}" in values
+
+
+def scraped(server: Serving) -> dict[str, str]:
+    """Values by name and labels."""
+    url = f"http://127.0.0.1:{server.server.metrics.port}/metrics"
+    text = urllib.request.urlopen(url, timeout=PATIENCE).read().decode()
+    return dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+
+
+def load_of_experts(server: Serving) -> list[float]:
+    """By layer, brought up to date by steps only, and not oftener than once a second."""
+    server.client.complete(endless(max_tokens=1))
+    return [float(value) for name, value in scraped(server).items() if name.startswith("colibri_expert_load_max_over_mean")]
 
 
 def test_a_client_that_pings_often_survives_a_silent_prefill(server: Serving) -> None:

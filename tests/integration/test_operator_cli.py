@@ -159,13 +159,11 @@ def test_live_top_ends_cleanly_with_the_server(model: Path, tmp_path: Path, how:
     process = start(model, tmp_path)
     watcher, terminal = live_top(tmp_path)
     process.send_signal(how)
-    process.wait(DEADLINE)
+    process.communicate(timeout=DEADLINE)
     shown = read_terminal(terminal, b"the server has ")
+    os.close(terminal)
     assert watcher.wait(DEADLINE) == (0 if how is signal.SIGTERM else 1)
     assert b"Traceback" not in shown
-    os.close(terminal)
-    assert process.stderr is not None
-    process.stderr.close()
 
 
 def test_without_a_server_there_is_one_clear_error(tmp_path: Path) -> None:
