@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -45,6 +45,17 @@ def requests() -> list[pb.GenerateRequest]:
         )
         for i, (length, tokens) in enumerate(shapes)
     ]
+
+
+def request(*, prompt: int = 5, tokens: int = 100, seed: int = 1) -> pb.GenerateRequest:
+    """A sampled answer to a prompt of so many tokens."""
+    ids = [3 + (7 * i + seed) % 900 for i in range(prompt)]
+    return generate_request(tokens=ids, max_tokens=tokens, temperature=0.8, seed=seed, ignore_eos=True)
+
+
+def tokens_of(responses: Iterable[pb.GenerateResponse]) -> tuple[int, ...]:
+    """All tokens of an answer that came in pieces."""
+    return tuple(token for response in responses for token in response.delta.token_ids)
 
 
 def answers(target: str, *, timeout: float) -> list[Answer]:
