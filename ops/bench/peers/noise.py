@@ -11,6 +11,7 @@ import psutil
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _IDLE = (3, 4)  # fields of /proc/stat's first line: idle, waiting for input and output
+_LOOK = 0.2  # seconds
 _GUEST = 8  # and after: already counted as user's
 
 
@@ -34,6 +35,18 @@ def others(before: Usage, after: Usage, *, cpus: int) -> float:
     """The share of all CPUs' time between the two that was not ours. Clock ticks make it uncertain by a per cent or so."""
     taken = after.everyone - before.everyone - (after.own - before.own)
     return max(0.0, taken / max(cpus * (after.at - before.at), 1e-9))
+
+
+def wait_quiet(limit: float, *, cpus: int, patience: float) -> None:
+    """Returns once others use no more than `limit` of the CPUs, or patience (seconds) ends."""
+    end = time.monotonic() + patience
+    before = usage()
+    while time.monotonic() < end:
+        time.sleep(_LOOK)
+        after = usage()
+        if others(before, after, cpus=cpus) <= limit:
+            return
+        before = after
 
 
 def _own() -> float:

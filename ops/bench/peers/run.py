@@ -16,7 +16,7 @@ from ops.bench.measure import OURS, BenchError, Row, figure
 from ops.bench.peers.compare import Board
 from ops.bench.peers.engines import TORCH, Case, Engine, LlamaPrograms, Ours, OurService, Torch
 from ops.bench.peers.gguf_model import write_gguf
-from ops.bench.peers.noise import others, usage
+from ops.bench.peers.noise import others, usage, wait_quiet
 from ops.bench.peers.programs import Peer, quantise
 from ops.bench.peers.torch_process import TorchProcess, TorchWish
 from ops.bench.steps import BenchConfig
@@ -29,6 +29,7 @@ SMALL_PAGES = f"{OURS} 4K pages"
 _SHORT_REPEATS = 3  # samples a round of one stream behind a short context: each takes a fraction of a second
 _DISTURBED = 0.15  # of the CPUs used by others: the sample is taken again
 _TRIES = 3
+_QUIET_SECONDS = 20.0  # waited for others to become quiet
 
 Say = Callable[[str], None]
 
@@ -90,15 +91,17 @@ def _round(found: list[Engine], wish: PeersWish, number: int, board: Board, mete
 
 
 def _sample(engine: Engine, case: Case, number: int, board: Board, meter: Meter, say: Say) -> None:
-    """One sample; again if others disturbed it. The least disturbed counts."""
+    """One sample, begun when others are quiet; again if they disturbed it. The least disturbed counts."""
+    cpus = os.cpu_count() or 1
     tries: list[tuple[float, float, dict[str, float]]] = []
     while len(tries) < _TRIES and (not tries or tries[-1][0] > _DISTURBED):
+        wait_quiet(_DISTURBED, cpus=cpus, patience=_QUIET_SECONDS)
         before, begin = statistics.median(meter.read()), usage()
         result = engine.run(case, seed=number)
         end, after = usage(), statistics.median(meter.read())
         if result is None:
             return
-        noise = others(begin, end, cpus=os.cpu_count() or 1)
+        noise = others(begin, end, cpus=cpus)
         seen = f"plain read {before:.1f} and {after:.1f} GB/s, others used {noise:.0%} of the CPUs, took {end.at - begin.at:.1f} s"
         say(f"round {number}, {case.name}, {engine.name}: {figure(result.rate)} tokens/s; {seen}")
         tries.append((noise, result.rate, {"read GB/s": (before + after) / 2, "others": noise} | dict(result.details)))

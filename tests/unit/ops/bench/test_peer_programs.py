@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ import pytest
 from ops.bench.measure import BenchError
 from ops.bench.peers.llama_server import ask_streams, completion_request, running, server_options
 from ops.bench.peers.merge import merge_into
-from ops.bench.peers.noise import Usage, others, usage
+from ops.bench.peers.noise import Usage, others, usage, wait_quiet
 from ops.bench.peers.programs import Peer, find_peer, llama_bench, quantise
 from ops.bench.peers.run import PeersWish, cases
 from ops.bench.peers.torch_process import TorchProcess, TorchWish
@@ -112,6 +114,13 @@ def test_only_what_is_not_ours_counts_as_used_by_others() -> None:
     first, second = usage(), usage()
     assert 0 < first.own <= second.own
     assert first.everyone <= second.everyone
+
+
+def test_waiting_for_quiet_ends_when_it_is_quiet_or_patience_ends() -> None:
+    begin = time.monotonic()
+    wait_quiet(1.0, cpus=os.cpu_count() or 1, patience=60.0)  # nobody can use more than all
+    wait_quiet(-1.0, cpus=1, patience=0.1)  # nobody can use less than nothing
+    assert time.monotonic() - begin < 30
 
 
 def test_a_later_run_takes_the_place_of_the_same_rows_only(tmp_path: Path) -> None:
