@@ -11,11 +11,15 @@ from concurrent.futures import Future
 
 from engine_c import KV_FORMATS, SessionOptions
 from service.config import ServeConfig
+from workers.slot import SupervisorConfig
 from workers.team import Team, TeamConfig
 
 SWITCH = 0.0002
 """Seconds (sys.setswitchinterval). Python's 5 ms is how long the engine's thread would wait between steps while the loop has messages to
 write, and how long the one that opens the team would wait again and again while modules are imported."""
+
+STARTS = 3
+"""One that hangs while it starts is killed early enough for so many tries within start_timeout."""
 
 
 def begin_opening(config: ServeConfig) -> Future[Team]:
@@ -54,4 +58,5 @@ def team_config(config: ServeConfig) -> TeamConfig:
         session=options,
         kv_bytes=config.kv_memory,
         start_timeout_s=config.start_timeout,
+        supervisor=SupervisorConfig(start_s=config.start_timeout / STARTS),
     )

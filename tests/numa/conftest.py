@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import pytest
 
 from tests.numa.machine import MACHINES, Machine
-from tests.numa.models import make_models
+from tests.numa.models import make_model
 from tests.numa.outside import Outside
 
 AHEAD = 1
@@ -66,9 +66,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Models are made here, where numpy is fast."""
+    """The model is made here, where numpy is fast."""
     if session.config.stash.get(_MACHINES, None) and not session.config.option.collectonly:
-        make_models()
+        make_model()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -12,26 +12,33 @@ import numpy.typing as npt
 
 from engine_c import KV_BLOCK, SeqWork, SessionOptions
 from tests.numa.kernel import mappings, pages_of, share
-from tests.numa.models import model_path
+from tests.numa.models import MODEL
 from workers.mapping import PAGE
 from workers.placement import Placement
-from workers.segments import LoadMode, ModelImage
+from workers.segments import ModelImage
+from workers.slot import SupervisorConfig
 from workers.team import Team, TeamConfig
 
 PROMPT = [(37 * i + 11) % 1000 for i in range(40)]
 STEPS = 6
-OPTIONS = SessionOptions(max_rows=64, max_seqs=2, max_logit_rows=64, kv_blocks=4 + STEPS)
+OPTIONS = SessionOptions(max_rows=64, max_seqs=2, max_logit_rows=64, kv_blocks=10)
 
 Logits = npt.NDArray[np.float32]
 
 
 @contextmanager
-def team(placement: Placement = "auto", *, workers: int = 0, load: LoadMode = "memfd", model: str = "experts") -> Iterator[Team]:
-    """A team with so many workers of one lane on each node."""
+def team(placement: Placement = "auto", *, workers: int | None = 0, threads: int | None = 1) -> Iterator[Team]:
+    """A team with so many workers of so many lanes on each node (None: planned)."""
     config = TeamConfig(
-        load_mode=load, placement=placement, workers_per_node=workers, threads_per_worker=1, session=OPTIONS, start_timeout_s=120.0
+        load_mode="memfd",
+        placement=placement,
+        workers_per_node=workers,
+        threads_per_worker=threads,
+        session=OPTIONS,
+        start_timeout_s=300.0,
+        supervisor=SupervisorConfig(start_s=100.0),
     )
-    with Team.open(model_path(model), config) as opened:
+    with Team.open(MODEL, config) as opened:
         yield opened
 
 
@@ -45,6 +52,18 @@ def compute(team: Team) -> Logits:
         found.append(team.session.logits())
         work = SeqWork(tokens=[result.rows[-1].token], start=work.start + len(work.tokens), blocks=blocks, n_logits=1)
     return np.concatenate(found)
+
+
+def greedy(team: Team, prompt: Sequence[int], *, tokens: int) -> tuple[int, ...]:
+    """What follows a prompt."""
+    blocks = range(-(-(len(prompt) + tokens) // KV_BLOCK))
+    work, found = SeqWork(tokens=prompt, start=0, blocks=blocks, n_logits=1), list[int]()
+    for _ in range(tokens):
+        (result,), _ = team.session.step([work])
+        assert result.ok, result.error
+        found.append(result.rows[-1].token)
+        work = SeqWork(tokens=found[-1:], start=work.start + len(work.tokens), blocks=blocks, n_logits=1)
+    return tuple(found)
 
 
 def local_share(team: Team) -> tuple[int, int]:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -14,33 +13,36 @@ import psutil
 import pytest
 
 from service.client import Client
-from tests.numa.groups import group
-from tests.numa.image import ROOT
+from tests.numa.groups import entering, group, inside
 from tests.numa.kernel import node_of_cpu, threads
-from tests.numa.models import model_path
-from tests.numa.serving import Server, answer, served, until
-from tests.numa.teams import compute, shares, team
+from tests.numa.models import MODEL
+from tests.numa.serving import PROMPTS, Server, answer, served, until
+from tests.numa.teams import Logits, compute, greedy, shares, team
 from workers.mapping import PAGE, mapped
 from workers.numa import bind_memory
+from workers.plan import PlanError
+from workers.team import Team, TeamConfig
 from workers.topology import read_topology
 
 pytestmark = pytest.mark.numa("four-nodes")
 
 TOKENS = 12
 DENY = f"exec {sys.executable} {Path(__file__).with_name('deny.py')}"
+OPTIONS = "--load memfd --threads-per-worker 1"
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, ...]:
-    """What a server says that has the whole machine."""
-    with serving(tmp_path_factory.mktemp("whole"), "exec") as server:
-        return says(server)
+def expected() -> Logits:
+    """What one process computes that has the whole machine."""
+    with team("none") as alone:
+        return compute(alone)
 
 
-@contextmanager
-def serving(folder: Path, enter: str) -> Iterator[Server]:
-    with served(model_path("experts"), folder, "--load memfd --threads-per-worker 1", enter=enter) as server:
-        yield server
+@pytest.fixture(scope="module")
+def tokens() -> tuple[int, ...]:
+    """What it says."""
+    with team("none") as alone:
+        return greedy(alone, PROMPTS[1], tokens=TOKENS)
 
 
 def says(server: Server) -> tuple[int, ...]:
@@ -48,10 +50,10 @@ def says(server: Server) -> tuple[int, ...]:
         return answer(client, 1, tokens=TOKENS)
 
 
-def test_a_cpuset_smaller_than_the_machine_is_kept_to(expected: tuple[int, ...], tmp_path: Path) -> None:
+def test_a_cpuset_smaller_than_the_machine_is_kept_to(tokens: tuple[int, ...], tmp_path: Path) -> None:
     nodes = node_of_cpu()
-    with group("small", cpuset_cpus="0-1,3", cpuset_mems="0-1") as enter, serving(tmp_path, enter) as server:
-        assert says(server) == expected
+    with group("small", cpuset_cpus="0-1,3", cpuset_mems="0-1") as small, served(tmp_path, OPTIONS, enter=entering(small)) as server:
+        assert says(server) == tokens
         assert len(server.ready()) == 2
         for pid in (server.pid, *server.ready()):
             assert {cpu for thread in threads(pid) for cpu in thread.cpus} <= {0, 1, 3}
@@ -65,21 +67,20 @@ def test_a_cpuset_smaller_than_the_machine_is_kept_to(expected: tuple[int, ...],
         assert list(placement.degraded) == []
 
 
-def test_a_cpuset_with_one_nodes_memory_uses_all_its_cpus(expected: tuple[int, ...], tmp_path: Path) -> None:
-    with group("one-memory", cpuset_cpus="0-7", cpuset_mems="2") as enter, serving(tmp_path, enter) as server:
-        assert says(server) == expected
-        assert len(server.ready()) == 4
-        (placement,) = server.topology().placements
-        assert placement.placement == "none"
-        assert list(placement.degraded) == []
+def test_a_cpuset_with_one_nodes_memory_uses_all_its_cpus(expected: Logits) -> None:
+    with group("one-memory", cpuset_cpus="0-7", cpuset_mems="2") as one, inside(one), team(workers=1) as confined:
+        assert np.array_equal(compute(confined), expected)
+        assert {spec.node for spec in confined.plan.workers} == {0, 1, 2, 3}
+        assert confined.image.placement.placement == "none"
+        assert confined.describe().degraded == ()
 
 
-def test_refused_memory_policies_cost_no_answer_and_are_said_once(expected: tuple[int, ...], tmp_path: Path) -> None:
-    with serving(tmp_path, DENY) as server:
-        assert says(server) == expected
+def test_refused_memory_policies_cost_no_answer_and_are_said_once(tokens: tuple[int, ...], tmp_path: Path) -> None:
+    with served(tmp_path, OPTIONS, enter=DENY) as server:
+        assert says(server) == tokens
         (placement,) = server.topology().placements
-        assert placement.degraded
         assert any("mbind" in text for text in placement.degraded)
+        assert any("set_mempolicy" in text for text in placement.degraded)
         assert len(set(placement.degraded)) == len(placement.degraded)
         nodes = node_of_cpu()
         before = server.ready()
@@ -93,36 +94,40 @@ def test_refused_memory_policies_cost_no_answer_and_are_said_once(expected: tupl
 
 
 def test_a_memory_limit_is_what_the_topology_knows() -> None:
-    program = "from workers.topology import read_topology as r; t = r(); print(t.memory_limit_bytes, t.memory_available_bytes)"
-    with group("little", memory_max="200M") as enter:
-        line = f"{enter} {sys.executable} -c '{program}'"
-        limit, left = map(int, subprocess.check_output(["/bin/sh", "-c", line], cwd=ROOT, text=True).split())
-    assert limit == 200 << 20
-    assert 100 << 20 < left < 200 << 20
+    with group("little", memory_max="300M") as little, inside(little):
+        topology = read_topology()
+    assert topology.memory_limit_bytes == 300 << 20
+    assert 100 << 20 < topology.memory_available_bytes <= 300 << 20
 
 
-def test_a_model_that_does_not_fit_a_memory_limit_is_refused_with_the_numbers(tmp_path: Path) -> None:
-    with group("tiny", memory_max="110M") as enter, pytest.raises(AssertionError) as refused, serving(tmp_path, enter):
-        pass
-    assert "MiB is free" in str(refused.value)
-    assert "Traceback" not in str(refused.value)
+def test_what_does_not_fit_a_memory_limit_is_refused_with_the_numbers() -> None:
+    with group("tight", memory_max="300M") as tight, inside(tight):
+        size = read_topology().memory_available_bytes
+        config = TeamConfig(load_mode="map", workers_per_node=0, kv_bytes=size + (1 << 20))
+        with pytest.raises(PlanError, match=r"KV memory of \d+\.\d MiB is asked for, \d+\.\d MiB is free"):
+            Team.open(MODEL, config)
 
 
-def test_a_node_that_is_full_is_left_out_and_named() -> None:
-    free = {node.id: node.free_bytes for node in read_topology().nodes}
-    assert free[3] is not None
-    with ExitStack() as stack:
-        taken = os.memfd_create("taken")
-        stack.callback(os.close, taken)
-        size = (free[3] - (48 << 20)) // PAGE * PAGE
+def test_a_node_that_is_full_is_left_out_and_named(expected: Logits) -> None:
+    free = {node.id: node.free_bytes for node in read_topology().nodes}[3]
+    assert free is not None
+    with filled(3, free - (48 << 20)), team("experts") as placed:
+        assert placed.image.placement.nodes == (0, 1, 2)
+        assert "node 3" in placed.image.placement.reason
+        assert min(shares(placed.image).values()) >= 0.99
+        assert np.array_equal(compute(placed), expected)
+
+
+@contextmanager
+def filled(node: int, size: int) -> Iterator[None]:
+    """So many bytes of a node's memory are taken."""
+    size = size // PAGE * PAGE
+    taken = os.memfd_create("taken")
+    try:
         os.ftruncate(taken, size)
         with mapped(taken, size, writable=True) as address:
-            assert not bind_memory(address, size, 3, strictly=False)
+            assert not bind_memory(address, size, node, strictly=False)
         os.posix_fallocate(taken, 0, size)
-        with team("experts") as placed:
-            assert placed.image.placement.nodes == (0, 1, 2)
-            assert "node 3" in placed.image.placement.reason
-            assert min(shares(placed.image).values()) >= 0.99
-            found = compute(placed)
-    with team("none") as alone:
-        assert np.array_equal(compute(alone), found)
+        yield
+    finally:
+        os.close(taken)

@@ -4,30 +4,30 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import pytest
 
-from service.client import Client
 from tests.numa.kernel import Thread, mappings, node_of_cpu, threads
 from tests.numa.machine import Machine
-from tests.numa.models import model_path
-from tests.numa.serving import Server, answer, served, until
+from tests.numa.serving import until
+from tests.numa.teams import compute, team
+from workers.lifecycle import State
+from workers.team import Team
 from workers.topology import read_topology
 
 pytestmark = pytest.mark.numa("one-node", "two-nodes", "four-nodes", "node-without-memory", "node-without-cpus", "uneven", "smt")
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with served(model_path("tiny"), tmp_path_factory.mktemp("serve")) as server:
-        with Client(server.target) as client:
-            answer(client, 0, tokens=8)
-        yield server
+def planned() -> Iterator[Team]:
+    """A team of as many workers and lanes as are planned for this machine."""
+    with team(workers=None, threads=None) as opened:
+        compute(opened)
+        yield opened
 
 
-def planned() -> dict[int, list[int]]:
+def cores() -> dict[int, list[int]]:
     """The CPUs that workers' lanes should have, by node: the first of each core, the very first being the front end's."""
     nodes, found = node_of_cpu(), dict[int, list[int]]()
     for core in read_topology().cores[1:]:
@@ -35,11 +35,17 @@ def planned() -> dict[int, list[int]]:
     return found
 
 
-def workers(server: Server) -> dict[int, int]:
+def pids(team: Team) -> list[int]:
+    """Processes of the workers that compute."""
+    workers = team.supervisor.snapshot().workers
+    return [worker.pid for worker in workers if worker.pid is not None and worker.state is State.READY]
+
+
+def by_node(team: Team) -> dict[int, int]:
     """Process of the worker of each node, by the CPUs it may use; there must be one a node."""
     nodes = node_of_cpu()
     found: dict[int, int] = {}
-    for pid in server.ready():
+    for pid in pids(team):
         homes = {nodes[cpu] for thread in threads(pid) for cpu in thread.cpus}
         assert len(homes) == 1, f"worker {pid} runs on the nodes {homes}"
         assert found.setdefault(homes.pop(), pid) == pid, "two workers on a node"
@@ -51,39 +57,38 @@ def lanes(pid: int) -> list[Thread]:
     return [thread for thread in threads(pid) if thread.id != pid]
 
 
-def test_every_node_with_a_core_to_spare_has_one_worker(server: Server) -> None:
-    assert sorted(workers(server)) == sorted(planned())
+def test_every_node_with_a_core_to_spare_has_one_worker(planned: Team) -> None:
+    assert sorted(by_node(planned)) == sorted(cores())
 
 
-def test_every_lane_is_pinned_to_a_core_of_its_own_on_its_node(server: Server) -> None:
-    for node, pid in workers(server).items():
-        assert sorted(sorted(lane.cpus) for lane in lanes(pid)) == [[cpu] for cpu in planned()[node]], f"node {node}"
+def test_every_lane_is_pinned_to_a_core_of_its_own_on_its_node(planned: Team) -> None:
+    for node, pid in by_node(planned).items():
+        assert sorted(sorted(lane.cpus) for lane in lanes(pid)) == [[cpu] for cpu in cores()[node]], f"node {node}"
 
 
-def test_no_thread_of_a_worker_may_leave_its_node(server: Server) -> None:
+def test_no_thread_of_a_worker_may_leave_its_node(planned: Team) -> None:
     nodes = node_of_cpu()
-    for node, pid in workers(server).items():
+    for node, pid in by_node(planned).items():
         for thread in threads(pid):
             assert {nodes[cpu] for cpu in thread.cpus} == {node}, thread
 
 
-def test_workers_ask_for_memory_of_their_node_or_the_nearest_with_some(server: Server, machine: Machine) -> None:
+def test_workers_ask_for_memory_of_their_node_or_the_nearest_with_some(planned: Team, machine: Machine) -> None:
     with_memory = [node for node, shape in enumerate(machine.nodes) if shape.memory]
-    for node, pid in workers(server).items():
-        heaps = [mapping for mapping in mappings(pid).values() if mapping.what == "heap"]
+    for node, pid in by_node(planned).items():
+        policies = {mapping.policy for mapping in mappings(pid).values() if mapping.what == "heap"}
         nearest = min(with_memory, key=lambda other: (other != node, other ^ node != 1, other))
-        policies = {heap.policy for heap in heaps}
         assert policies == ({f"prefer:{nearest}"} if len(with_memory) > 1 else {"default"}), f"node {node}"
 
 
-def test_a_restarted_worker_runs_where_the_dead_one_did(server: Server) -> None:
-    before = {node: sorted(sorted(lane.cpus) for lane in lanes(pid)) for node, pid in workers(server).items()}
-    old = set(server.ready())
+def test_a_restarted_worker_runs_where_the_dead_one_did(planned: Team) -> None:
+    before = {node: sorted(sorted(lane.cpus) for lane in lanes(pid)) for node, pid in by_node(planned).items()}
+    old = set(pids(planned))
     for pid in old:
         psutil.Process(pid).send_signal(signal.SIGKILL)
-    until(lambda: len(set(server.ready()) - old) == len(old), "all are back")
-    assert {node: sorted(sorted(lane.cpus) for lane in lanes(pid)) for node, pid in workers(server).items()} == before
+    until(lambda: len(set(pids(planned)) - old) == len(old), "all are back")
+    assert {node: sorted(sorted(lane.cpus) for lane in lanes(pid)) for node, pid in by_node(planned).items()} == before
 
 
-def test_the_log_names_nothing_refused(server: Server) -> None:
-    assert "refused" not in Path(server.log).read_text()
+def test_nothing_was_refused(planned: Team) -> None:
+    assert planned.describe().degraded == ()
