@@ -14,7 +14,7 @@ from service.plan import Update
 from service.request import Request
 
 FEW = 8  # requests of a step from which on tokens are held
-HOLD = 0.05  # seconds they are held then at the most, unless the server or the request says otherwise
+HOLD = 0.055  # seconds they are held then at the most, unless the server or the request says otherwise
 
 
 @dataclass(slots=True)

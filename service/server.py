@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import os
 import signal
@@ -25,6 +24,7 @@ from grpc_reflection.v1alpha import reflection
 from colibri.v1 import inference_pb2
 from service.address import check_address
 from service.artifact import read_artifact
+from service.collector import calm_collector
 from service.config import ConfigError, ServeConfig, unknown_variables
 from service.health import LIVENESS, READINESS, HealthServicer
 from service.hosted import Hosted
@@ -39,7 +39,6 @@ from workers.team import Team
 
 log = logging.getLogger("colibri.service")
 _HEALTH_EVERY = 0.05  # seconds between looks at the engine
-_COLLECT_AFTER = 20_000  # objects made and not freed between looks for cycles
 _FAREWELL = 1.0  # seconds for the statuses of broken-off calls to reach their callers
 _SERVICES = (
     inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name,
@@ -67,12 +66,6 @@ def _warn_of_unknown_variables() -> None:
     for name, meant in unknown_variables().items():
         hint = f"; {meant} was meant?" if meant else ""
         log.warning("the environment variable %s means nothing to this version and is ignored%s", name, hint)
-
-
-def _calm_collector() -> None:
-    """What is there after the start stays; going through all of it again and again would hold up tokens for milliseconds."""
-    gc.freeze()
-    gc.set_threshold(_COLLECT_AFTER, 10, 100)
 
 
 class Server:
@@ -106,7 +99,7 @@ class Server:
     async def _run(self) -> None:
         with self._signals():
             await self.startup()
-            _calm_collector()
+            calm_collector()
             try:
                 await self.serve()
             finally:

@@ -16,6 +16,7 @@ from ops.bench.bandwidth import Meter
 from ops.bench.limits import MachineLimits, limit_tokens
 from ops.bench.measure import BenchError, Row, percentile
 from service.blocks import BlockPool
+from service.collector import calm_collector
 from service.plan import Limits
 from service.request import Request, State
 from service.scheduler import Scheduler
@@ -107,6 +108,7 @@ def opened(path: Path, config: BenchConfig, *, streams: int, tokens: int) -> Ite
         session=options,
     )
     with Team.open(path, team_config) as team:
+        calm_collector()  # as the server does
         yield Bench(team, options, config.seed)
 
 
