@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from engine_c import LANE_ACTIVE, LANE_DEAD, LANE_EMPTY, LANE_READY, EngineError, Session
+from engine_c import LANE_ACTIVE, LANE_READY, EngineError, Session
 from workers.cgroup import OomWatch
 from workers.lifecycle import Lifecycle, RestartPolicy, State
 from workers.plan import WorkerSpec
@@ -24,8 +24,6 @@ ATTACH_POLL_S = 0.002
 """Between a worker's "ready" and the last of its lanes attaching: a few of these."""
 LEAVE_POLL_S = 0.05
 """A draining worker's lanes are asked again this often."""
-LANES_POLL_S = 0.02
-"""How often lanes that somebody else is leaving are looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +71,8 @@ class Surroundings:
     oom: OomWatch
     wake: Callable[[], None]
     """Makes the supervisor's thread converge soon; from any thread."""
+    taken: set[int] = field(default_factory=set)
+    """Lanes of processes that have not ended."""
     told: set[str] = field(default_factory=set)
     """What workers were refused and the log has said: the next one is refused the same."""
 
@@ -143,8 +143,10 @@ class Slot:
     # ---------------------------------------------------------------- stages
 
     def _spawn(self, now: float) -> float | None:
-        if any(self._session.lane_state(lane) not in (LANE_EMPTY, LANE_DEAD) for lane in self.spec.lanes):
-            return now + LANES_POLL_S  # another worker is still leaving these lanes
+        # A worker that leaves these lanes has them until its process has ended: that end, which is an event, clears them.
+        if not self._around.taken.isdisjoint(self.spec.lanes):
+            return None
+        self._around.taken.update(self.spec.lanes)
         self.life.started(now)
         self._said_ready = self._termed = False
         self._stopped_at = None
@@ -282,6 +284,7 @@ class Slot:
         now = time.monotonic()
         for lane in self.spec.lanes:
             self._session.lane_dead(lane)
+        self._around.taken.difference_update(self.spec.lanes)
         self.last_end = cause
         self.life.ended(now, cause, curable=again)
         if drained:

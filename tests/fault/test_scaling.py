@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from engine_c import LANE_READY
 from tests.fault.harness import PATIENCE, Decoding, children, config, wait_for
 from workers import process
 from workers.lifecycle import RestartPolicy, State
@@ -223,3 +224,27 @@ def test_a_worker_in_trouble_elsewhere_does_not_fail_a_change(model: Path, undis
         assert list(pids(team)) == [1]
         team.restart_worker(0, TIMEOUT)
         assert sorted(pids(team)) == [0, 1]
+
+
+def test_lanes_are_free_for_another_only_once_the_process_that_had_them_has_ended(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process with much memory takes a while to end after its lanes have left: its end must not take away who has them next."""
+    script = tmp_path / "slow_end.py"
+    script.write_text(
+        f"import os, sys, time\nsys.path += {process.IMPORT_PATHS!r}\nfrom workers import worker_main\nend = os._exit\n"
+        "os._exit = lambda code: (time.sleep(0.5), end(code))\nworker_main.main(sys.argv[1:])\n"
+    )
+    monkeypatch.setattr(process, "MAIN", script)
+    with Team.open(model, config(1)) as team:
+        (former,) = team.plan.workers
+        scaling = threading.Thread(target=team.scale, args=(0,), kwargs={"workers": 1, "threads": team.plan.max_lanes, "timeout": TIMEOUT})
+        scaling.start()
+        most = 0
+        while scaling.is_alive():
+            most = max(most, len(children()))
+        (newcomer,) = team.plan.workers
+        assert newcomer.index != former.index
+        assert not set(newcomer.lanes).isdisjoint(former.lanes)
+        assert most == 1
+        assert {team.session.lane_state(lane) for lane in newcomer.lanes} == {LANE_READY}
