@@ -8,6 +8,6 @@ _AFTER = 20_000  # objects made and not freed between two searches
 
 
 def calm_collector() -> None:
-    """To be called after the start: what is there by then stays. Going through all of it again and again would cost milliseconds each time."""
+    """To be called after the start: what is there by then stays, and going through all of it again would cost milliseconds each time."""
     gc.freeze()
     gc.set_threshold(_AFTER, 10, 100)

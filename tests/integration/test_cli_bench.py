@@ -70,7 +70,7 @@ def test_ipc_tells_an_empty_phase_from_a_real_one(tiny_model: Path) -> None:
 
 
 def test_serve_is_held_against_the_engine_and_adds_up(tiny_model: Path) -> None:
-    options = ["--streams", "2", "--prompt", "8", "--answer", "200", "--clients", "2", "--samples", "2"]
+    options = ["--streams", "2", "--prompt", "8", "--answer", "490", "--clients", "1", "--samples", "2"]
     rows = report("serve", tiny_model, *options, "--workers-per-node", "1", "--threads-per-worker", "1")
     served, engine = rows["gRPC, 2 streams"], rows["engine, 2 streams"]
     assert rows["gRPC, 2 streams, each token at once"]["details"]["tokens/message"] >= 1  # type: ignore[index]
