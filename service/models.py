@@ -195,6 +195,8 @@ class ModelHost:
 
     async def _load(self, path: Path, name: str, settings: dict[str, object]) -> Hosted:
         async with self._one_load:
+            if self._draining:
+                raise Draining
             artifact = await self._readable(path)
             name = name or artifact.name
             self._check_name(name)

@@ -17,7 +17,7 @@ import grpc.aio
 
 from colibri.v1 import operator_pb2 as pb, operator_pb2_grpc
 from service.errors import refusal
-from service.faults import Fault, InvalidField, OperatorFault
+from service.faults import Draining, Fault, InvalidField, OperatorFault
 from service.hosted import Hosted
 from service.models import ModelHost
 from service.operator_messages import machine_message, model_message, placement_message, workers_of
@@ -217,14 +217,18 @@ class OperatorServicer(operator_pb2_grpc.OperatorServicer):
 
         async def work() -> None:
             async with hosted.changes:
+                if self._host.draining:  # those that have not begun must not hold up the end
+                    raise Draining
                 if hosted.closing:
                     raise OperatorFault("NOT_FOUND", "UNKNOWN_MODEL", f"model {hosted.name!r} has been unloaded", model=hosted.name)
-                await _aside(hosted, lambda _: change(hosted.team))
+                try:
+                    await _aside(hosted, lambda _: change(hosted.team))
+                except KeyError as error:
+                    sentence = f"model {hosted.name!r} has no worker {error.args[0]}"
+                    raise OperatorFault("NOT_FOUND", "UNKNOWN_WORKER", sentence) from error
 
         try:
             await self._host.see_through(work())
-        except KeyError as error:
-            raise OperatorFault("NOT_FOUND", "UNKNOWN_WORKER", f"model {hosted.name!r} has no worker {error.args[0]}") from error
         except ScaleError as error:
             if isinstance(error.__cause__, PlanError):
                 raise InvalidField(field, str(error)) from error

@@ -218,6 +218,19 @@ def test_a_watcher_s_stream_ends_regularly_with_the_server(model: Path, tmp_path
         assert watch.code() is grpc.StatusCode.OK
 
 
+def test_changes_that_have_not_begun_do_not_hold_up_the_end(model: Path, tmp_path: Path) -> None:
+    with operating(model, tmp_path) as running:
+        server = running.serving.server
+        calls = [running.stub.RestartWorker.future(op.RestartWorkerRequest(worker=0), timeout=PATIENCE) for _ in range(90)]
+        calls[0].result()
+        running.serving.loop.call_soon_threadsafe(server.request_stop)
+        until(lambda: server.host.draining, "it goes down")
+        refused = [error for call in calls if (error := call.exception())]
+        assert {(error.code(), reason(error)) for error in refused} == {(grpc.StatusCode.UNAVAILABLE, "DRAINING")}
+        until(running.serving.loop.is_closed, "it has ended")
+
+
+
 # ---------------------------------------------------------------- the socket
 
 
