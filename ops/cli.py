@@ -5,6 +5,7 @@ Exit codes: 0 success, 1 the command failed, 2 it was called wrongly, 130 interr
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -30,6 +31,8 @@ def root(
     show_version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
 ) -> None:
     """What the command line does without a command."""
+    if context.invoked_subcommand != "serve":
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # else gRPC has its say about certificates before our one line
     if show_version:
         typer.echo(f"colibri {version.package_version()}")
     elif context.invoked_subcommand is None:

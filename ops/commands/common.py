@@ -62,6 +62,8 @@ def describe_rpc(failure: Exception) -> str:
     sentence = details() if callable(details) else str(failure)
     unreachable = name == "UNAVAILABLE" and ("failed to connect" in str(sentence) or "resolv" in str(sentence))
     remedy = " (is the server running? start one with `colibri serve`)" if unreachable else ""
+    if unreachable and "handshake" in str(sentence):
+        remedy = " (do certificate, key and authority belong together, and is the server's certificate for that host?)"
     return f"{name}: {sentence}{remedy}"
 
 
