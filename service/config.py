@@ -141,6 +141,8 @@ class ServeConfig:
         missing = [name for name, value in files.items() if not value]
         if self.operator_address and missing:
             raise ConfigError(f"operator_address is set without {', '.join(missing)}: over TCP operators need mutual TLS")
+        if self.operator_address and not self.operator_address.rpartition(":")[2].isdecimal():
+            raise ConfigError(f"operator_address is {self.operator_address!r}: it must be HOST:PORT")
         if not self.operator_address and len(missing) < len(files):
             raise ConfigError("operator_cert, operator_key and operator_ca are for operator_address, which is not set")
 
