@@ -59,7 +59,10 @@ def where(report: Mapping[str, object]) -> str:
     if not isinstance(machine, dict) or not isinstance(limits, dict):
         return ""
     parts = f"{machine['cpu']}, {machine['cores']} cores, {machine['isa']}, commit {machine['commit'] or 'unknown'}"
-    return f"{parts}, plain read {limits['read_gb_s']:.0f} GB/s"
+    rows = report["rows"]
+    assert isinstance(rows, list)
+    speeds = [row["details"]["read GB/s"] for row in rows if "read GB/s" in row["details"]] or [limits["read_gb_s"]]
+    return f"{parts}, plain read {min(speeds):.0f} to {max(speeds):.0f} GB/s"
 
 
 def draw(reports: Sequence[Mapping[str, object]], out: Path) -> list[Path]:
