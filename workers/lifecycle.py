@@ -41,8 +41,8 @@ class RestartPolicy:
 
     A worker that computed for stable_s starts afresh: it is restarted at once and its earlier ends are forgotten. After `free_restarts`
     quick ends in a row the next ones wait base_s, twice that, and so on up to cap_s. A row of crash_limit quick ends, or boot_limit without
-    ever having been ready, is a failure: what is likely to end again is tried once each retry_s, so that a server heals by itself when the
-    cause has gone.
+    ever having been ready, is a failure: what is likely to end again is tried after first_retry_s, twice that, and so on up to each
+    retry_s, so that a server heals by itself when the cause has gone, and soon if it was a short one.
     """
 
     stable_s: float = 1.0
@@ -51,12 +51,17 @@ class RestartPolicy:
     cap_s: float = 5.0
     crash_limit: int = 10
     boot_limit: int = 3
+    first_retry_s: float = 0.5
     retry_s: float = 10.0
 
     def delay(self, streak: int) -> float:
         """Seconds to wait after the streak-th quick end in a row (1 is the first)."""
         waits = streak - self.free_restarts
         return 0.0 if waits <= 0 else min(self.cap_s, self.base_s * 2.0 ** min(waits - 1, 32))
+
+    def retry(self, failures: int) -> float:
+        """Seconds to wait with a worker that has failed after so many failures in a row before this one."""
+        return min(self.retry_s, self.first_retry_s * 2.0 ** min(failures, 32))
 
 
 class Lifecycle:
@@ -71,6 +76,7 @@ class Lifecycle:
         self.error = ""
         self._streak = 0
         self._boots_failed = 0
+        self._failures = 0
 
     @property
     def restarts(self) -> int:
@@ -108,8 +114,10 @@ class Lifecycle:
             return
         booting, uptime = self.state is State.STARTING, now - self.since
         self._boots_failed += booting
-        self._streak = 1 if not booting and uptime >= self.policy.stable_s else self._streak + 1
-        retry_at = now + self.policy.retry_s
+        stable = not booting and uptime >= self.policy.stable_s
+        self._streak = 1 if stable else self._streak + 1
+        self._failures = 0 if stable else self._failures
+        retry_at = now + self.policy.retry(self._failures)
         if not curable:
             self._fail(now, cause, retry_at=math.inf)
         elif self._boots_failed >= self.policy.boot_limit:
@@ -124,10 +132,11 @@ class Lifecycle:
     def drop(self, now: float) -> None:
         """It has no process and is no longer wanted, or is to start afresh with a clean record."""
         self._enter(State.DEAD, now)
-        self._streak = self._boots_failed = 0
+        self._streak = self._boots_failed = self._failures = 0
 
     def _fail(self, now: float, error: str, *, retry_at: float) -> None:
         self._enter(State.FAILED, now)
+        self._failures += 1
         self.retry_at = retry_at
         self.error = error
 

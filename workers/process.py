@@ -8,7 +8,6 @@ import os
 import select
 import signal
 import socket
-import subprocess
 import sys
 import threading
 from collections import deque
@@ -18,6 +17,8 @@ from pathlib import Path
 
 import _cffi_backend
 
+from engine_c import EngineError
+from engine_c.spawn import spawn
 from workers import worker_main
 from workers.plan import WorkerSpec
 from workers.segments import ModelImage
@@ -48,39 +49,26 @@ class WorkerProcess:
         self.stop_told = False
         self._partial = b""
         self._messages = b""
-        self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
+        with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
+            self.control, other_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+            ours.callback(self.control.close)
+            theirs.callback(other_end.close)
+            self.output, printed = os.pipe()
+            ours.callback(os.close, self.output)
+            theirs.callback(os.close, printed)
+            nothing = os.open(os.devnull, os.O_RDONLY)
+            theirs.callback(os.close, nothing)
             table = image.table_fd(spec.node)
-            self._process = subprocess.Popen(
-                command(spec, control=theirs.fileno(), model_table=table, team_fd=team_fd, arena_fd=arena_fd),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                pass_fds={theirs.fileno(), table, team_fd, arena_fd, *(part.fd for part in image.parts_for(spec.node))},
-                # Ctrl-C in a terminal is for the front end, which drains. A group of its own in the same session: the kernel wakes a
-                # stopped process whose group loses its last parent and tells it to end (SIGHUP, SIGCONT), which no other way of dying
-                # with the front end does for one that was stopped before its first instruction.
-                process_group=0,
-                bufsize=0,
-                cwd="/",
-            )
-        except BaseException:
-            self.control.close()
-            raise
-        finally:
-            theirs.close()
-        assert self._process.stdout is not None
-        self._stdout = self._process.stdout
-        self.output = self._stdout.fileno()
-        self.pid = self._process.pid
-        try:
-            self.pidfd = os.pidfd_open(self.pid)
-        except OSError:
-            self._process.kill()
-            self._process.wait()
-            self._stdout.close()
-            self.control.close()
-            raise
+            words = command(spec, control=other_end.fileno(), model_table=table, team_fd=team_fd, arena_fd=arena_fd)
+            keep = {other_end.fileno(), table, team_fd, arena_fd, *(part.fd for part in image.parts_for(spec.node))}
+            try:
+                # It leads a group of its own, so that Ctrl-C in a terminal is for the front end alone, which drains; in the same
+                # session, so that the kernel wakes a stopped process whose group loses its last parent and tells it to end (SIGHUP,
+                # SIGCONT), which no other way of dying with the front end does for one stopped before its first instruction.
+                self.pid, self.pidfd = spawn(words, stdin=nothing, output=printed, keep=keep)
+            except EngineError as refusal:
+                raise OSError(str(refusal)) from refusal
+            ours.pop_all()
         self.control.setblocking(False)
         os.set_blocking(self.output, False)
 
@@ -142,12 +130,12 @@ class WorkerProcess:
         """The exit code (negative: the signal) once it has ended, None before; leaves no zombie."""
         ready = select.poll()
         ready.register(self.pidfd, select.POLLIN)
-        return self._process.wait() if ready.poll(0) else None
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1]) if ready.poll(0) else None
 
     def close(self) -> None:
         """Gives the descriptors back."""
         self.control.close()
-        self._stdout.close()
+        os.close(self.output)
         os.close(self.pidfd)
 
 

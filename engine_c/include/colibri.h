@@ -307,6 +307,23 @@ COLIBRI_API int colibri_worker_attach(const colibri_model *model, int team_fd, i
 COLIBRI_API int colibri_worker_run(colibri_worker *worker, int lane, int cpu, colibri_error *err);
 COLIBRI_API void colibri_worker_detach(colibri_worker *worker);
 
+/* ---------------------------------------------------------------- starting workers' processes */
+
+/* What a process is to be: argv[0] is the program's path, argv ends with NULL, the environment is this process's. `input` and `output` become its
+ * descriptors 0 and 1, 2; keep [n_keep] stay open under their numbers (3 or more), all others are closed. It leads a process group of its own in this
+ * session; its folder is "/". */
+typedef struct colibri_spawn_wish {
+  char *const *argv;
+  int32_t input, output;
+  const int32_t *keep;
+  int32_t n_keep, reserved;
+} colibri_spawn_wish;
+
+/* Makes it and returns at once, whatever becomes of it: a process that is stopped before its program runs holds nobody up. One that cannot run its
+ * program says so on `output` and exits with 127. *pid is the caller's child, to be reaped; *pidfd the caller's, close-on-exec.
+ * COLIBRI_EINVAL, COLIBRI_EIO. Any thread; a child that asks for a signal with its parent's death gets it with this thread's. */
+COLIBRI_API int colibri_spawn(const colibri_spawn_wish *wish, int *pid, int *pidfd, colibri_error *err);
+
 /* ---------------------------------------------------------------- probes: what the machine can do at most */
 
 #define COLIBRI_PROBE_ALIGN 512

@@ -6,7 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import psutil
 
@@ -28,15 +28,19 @@ STEPS = 60
 LONG = 48  # tokens of a long prompt
 BLOCKS = -(-(STEPS + LONG) // KV_BLOCK)  # of each sequence
 OPTIONS = SessionOptions(max_rows=1024, max_seqs=SEQUENCES, max_logit_rows=SEQUENCES, kv_blocks=SEQUENCES * BLOCKS, hang_ms=100)
+PATIENT_MS = 5000
+"""hang_ms where hanging is not the subject: on a busy machine a lane may wait for its CPU longer than OPTIONS lets it."""
 
 
-def config(workers: int, *, threads: int = 1, supervisor: SupervisorConfig | None = None, front_lane: bool = True) -> TeamConfig:
+def config(
+    workers: int, *, threads: int = 1, supervisor: SupervisorConfig | None = None, front_lane: bool = True, hang_ms: int = PATIENT_MS
+) -> TeamConfig:
     """A team of so many workers on each node."""
     return TeamConfig(
         workers_per_node=workers,
         threads_per_worker=threads,
         front_lane="on" if front_lane else "off",
-        session=OPTIONS,
+        session=replace(OPTIONS, hang_ms=hang_ms),
         supervisor=supervisor or SupervisorConfig(),
     )
 

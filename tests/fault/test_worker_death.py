@@ -166,7 +166,7 @@ def test_a_killed_worker_is_back_and_computing_within_a_second(model: Path) -> N
 
 def test_a_stopped_worker_holds_a_step_up_no_longer_than_the_deadline(model: Path, undisturbed: list[list[int]]) -> None:
     """hang_ms is 100: the longest step may take that, detection and one step's work."""
-    with Team.open(model, config(2, supervisor=PATIENT)) as team:
+    with Team.open(model, config(2, supervisor=PATIENT, hang_ms=OPTIONS.hang_ms)) as team:
         decoding, striker = Decoding(), Striker(team, "SIGSTOP")
         with striking_at_random(striker, seed="stop"):
             assert decoding.run(team.session) == undisturbed
@@ -177,7 +177,7 @@ def test_a_worker_that_hangs_within_a_task_is_killed_and_told_what_it_did(model:
     """A lane that makes no progress: stopped, but nobody looks at that."""
     blind = SupervisorConfig(stop_s=600, policy=RestartPolicy(stable_s=0.0))
     deadline = time.monotonic() + 60 * PATIENCE
-    with Team.open(model, config(3, supervisor=blind)) as team:
+    with Team.open(model, config(3, supervisor=blind, hang_ms=OPTIONS.hang_ms)) as team:
         expected = Decoding(LONG).run(team.session, steps=5)
         rng = random.Random("hang")
         while not (ends := [worker.last_end for worker in team.supervisor.snapshot().workers if worker.last_end]):

@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 
 from workers.lifecycle import TRANSITIONS, Lifecycle, RestartPolicy, State, TransitionError
 
-POLICY = RestartPolicy(stable_s=1.0, free_restarts=2, base_s=0.1, cap_s=1.0, crash_limit=5, boot_limit=3, retry_s=20.0)
+POLICY = RestartPolicy(stable_s=1.0, free_restarts=2, base_s=0.1, cap_s=1.0, crash_limit=5, boot_limit=3, first_retry_s=2.0, retry_s=20.0)
 
 
 def ready(now: float = 0.0) -> Lifecycle:
@@ -47,7 +47,7 @@ def test_quick_ends_wait_longer_and_longer_and_then_fail() -> None:
     assert waits == pytest.approx([0.0, 0.0, 0.1, 0.2])
     assert life.state is State.FAILED
     assert life.error == "killed by SIGSEGV; 5 quick ends in a row"
-    assert life.retry_at == now + POLICY.retry_s
+    assert life.retry_at == now + POLICY.first_retry_s
 
 
 def test_computing_for_a_while_clears_the_record() -> None:
@@ -79,22 +79,29 @@ def test_what_another_start_cannot_cure_fails_at_once() -> None:
     assert not life.may_start(1e9)
 
 
-def test_a_failed_worker_is_tried_once_a_while_and_for_good_when_it_stays() -> None:
+def test_a_failed_worker_is_tried_more_and_more_seldom_and_has_a_clean_record_when_it_stays() -> None:
     life = Lifecycle(POLICY, 0.0)
     for _ in range(POLICY.boot_limit):
         life.started(0.0)
         life.ended(0.0, "killed by SIGKILL", curable=True)
-    for retry in range(1, 4):
-        now = retry * POLICY.retry_s
+    waits = []
+    for _ in range(6):
+        now = life.retry_at
+        waits.append(now - life.since)
         assert not life.may_start(now - 1e-3)
         assert life.may_start(now)
         life.started(now)
         life.ended(now, "killed by SIGKILL", curable=True)
         assert life.state is State.FAILED
+    assert waits == [2.0, 4.0, 8.0, 16.0, 20.0, 20.0]
     life.started(life.retry_at)
     life.acknowledged(life.since)
     life.ended(life.since + POLICY.stable_s, "killed by SIGKILL", curable=True)
     assert life.may_start(life.since)
+    for _ in range(POLICY.boot_limit):
+        life.started(life.since)
+        life.ended(life.since, "killed by SIGKILL", curable=True)
+    assert life.retry_at - life.since == POLICY.first_retry_s
 
 
 def test_a_failed_worker_that_is_given_another_chance_starts_with_a_clean_record() -> None:
