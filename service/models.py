@@ -127,7 +127,7 @@ class ModelHost:
         """Takes a model away: its requests have `grace` seconds (the server's drain grace) to finish. Returns how many were broken off."""
         hosted = self.find(name)
         if hosted is self._default:
-            sentence = f"model {shown(hosted.name)} is the default; make another one the default first, with SwapModel"
+            sentence = f"model {shown(hosted.name)} is the default; make another one the default first (colibri models swap, SwapModel)"
             raise OperatorFault("FAILED_PRECONDITION", "MODEL_IS_DEFAULT", sentence, model=name)
         if hosted.state is not ModelState.READY:
             raise _not_ready(hosted.name, "is being unloaded already")
