@@ -165,7 +165,7 @@ def test_lost_lanes_for_good_are_retriable_only_if_nothing_ran(server: Serving, 
         server.client.complete(endless())
     assert caught.value.code() is code
     assert reason(caught.value) == "WORKER_LOST"
-    assert readiness(server.target) == NOT_SERVING
+    until(lambda: readiness(server.target) == NOT_SERVING, "health has looked")
     server.gate.fault = lambda _: None
     assert server.client.complete(endless(max_tokens=5)).finish.usage.completion_tokens == 5
     until(lambda: readiness(server.target) == SERVING, "ready again")
