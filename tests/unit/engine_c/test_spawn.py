@@ -14,6 +14,9 @@ import pytest
 from engine_c import EngineError
 from engine_c.spawn import spawn
 
+C_LIBRARYS = 1 << 31 | 1 << 32
+"""Signals 32 and 33 are the C library's own: nobody else can change them."""
+
 STOPPER = """
 import os, signal, sys, time
 parent, held = sys.argv[1], []
@@ -53,12 +56,13 @@ def test_a_program_runs_with_its_words_and_our_environment(monkeypatch: pytest.M
 
 
 def test_it_leads_a_group_in_our_session_with_no_signal_held_back_or_ignored() -> None:
-    code, text = run(["/bin/sh", "-c", "cat /proc/$$/stat /proc/$$/status"])
+    code, text = run(["/bin/cat", "/proc/self/stat", "/proc/self/status"])
     assert code == 0
     pid, _, _, _, group, session, *_ = text.splitlines()[0].split()
     assert (group, session) == (pid, str(os.getsid(0)))
     masks = {name: int(value, 16) for name, _, value in (line.partition(":") for line in text.splitlines()) if name in ("SigBlk", "SigIgn")}
-    assert masks == {"SigBlk": 0, "SigIgn": 0}
+    assert masks["SigBlk"] == 0
+    assert masks["SigIgn"] & ~C_LIBRARYS == 0
 
 
 def test_only_the_descriptors_named_stay_open() -> None:

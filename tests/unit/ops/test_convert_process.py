@@ -46,6 +46,19 @@ print(peak() - before)
 """
 
 
+@pytest.fixture(autouse=True)
+def nothing_ignored() -> Iterator[None]:
+    """Under nohup or in the background of a script some signals are ignored, by children too."""
+    numbers = (signal.SIGINT, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in numbers]
+    for number, handler in zip(numbers, before, strict=True):
+        if handler is signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
 @contextmanager
 def conversion(source: Path, out: Path) -> Iterator[subprocess.Popen[str]]:
     """A conversion that has written its first tensor and waits for a character on its standard input before it goes on."""
