@@ -29,4 +29,6 @@ for path in $SUBSET; do
 done
 echo "asan: pytest ${tests[*]}"
 # -p no:cacheprovider: the copy is thrown away. Time limits are for uninstrumented code; instrumented it is several times slower.
-"$PYTHON" -m pytest -q -p no:cacheprovider -o timeout=600 "${tests[@]}"
+# Not here: what bounds or limits the memory of processes, which instrumented ones take several times as much of.
+"$PYTHON" -m pytest -q -p no:cacheprovider -o timeout=600 "${tests[@]}" --ignore=tests/fault/test_soak.py \
+  --deselect=tests/fault/test_front_end.py::test_a_worker_more_costs_at_most_25_mib
