@@ -41,7 +41,7 @@ def test_a_placement_changes_no_token_and_serves_degraded(wish: Placement, model
         assert (homed == 0) == (wish == "replicate"), "each process of a replicated model sees one node"
         held = [os.fstat(fd).st_blocks * 512 for fd in team.image.fds]
         assert sum(held) < sum(share.bytes for share in found.report.shares) + (1 << 20), "holes take no memory"
-    assert descriptors() == fds
+    assert not Counter(descriptors()) - Counter(fds), "nothing new; what others had open may go"
 
 
 def test_kv_heads_are_bound_and_found(model: Path) -> None:

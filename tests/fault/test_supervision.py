@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -182,7 +183,7 @@ def test_stop_leaves_no_process_and_no_descriptor(state: str, model: Path) -> No
         assert time.monotonic() - began < 2 * PATIENCE
         assert children() == []
         assert supervisor.snapshot().workers == ()
-    assert descriptors() == fds
+    assert not Counter(descriptors()) - Counter(fds), "nothing new; what others had open may go"
 
 
 def test_stop_from_several_threads_and_twice_is_harmless(model: Path) -> None:
@@ -206,7 +207,7 @@ def test_opening_a_broken_model_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(EngineError) as refusal:
         Team.open(broken)
     assert refusal.value.name == "EFORMAT"
-    assert descriptors() == fds
+    assert not Counter(descriptors()) - Counter(fds), "nothing new; what others had open may go"
 
 
 # ---------------------------------------------------------------- another plan

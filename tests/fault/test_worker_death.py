@@ -8,6 +8,7 @@ import re
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -95,7 +96,7 @@ def test_a_worker_that_dies_between_steps_loses_no_token(how: str, model: Path, 
         assert sum(worker.restarts for worker in team.supervisor.snapshot().workers) == len(striker.struck) >= 2
         wait_for(lambda: Decoding().run(team.session) == undisturbed and all(tasks(team)), seconds=10, what="the new workers computing")
         assert len(children()) == 2
-        assert descriptors() == fds
+        assert not Counter(descriptors()) - Counter(fds), "nothing new; what others had open may go"
     assert children() == []
 
 
@@ -117,7 +118,7 @@ def test_a_worker_that_dies_within_a_task_loses_no_token(how: str, model: Path) 
             striker.wait_until_replaced()
         assert Decoding(LONG).run(team.session, steps=5) == expected
         assert len(children()) == 3
-        assert descriptors() == fds
+        assert not Counter(descriptors()) - Counter(fds), "nothing new; what others had open may go"
     assert children() == []
 
 
