@@ -1,6 +1,7 @@
 """The engine: a mixture-of-experts transformer for CPUs, in C, with this typed wrapper. Imports the standard library and cffi only."""
 
 from engine_c.engine import OPERATIONS, Model, Session, Worker, isa_available, isa_name, isa_select, session_bytes, version
+from engine_c.routing import RUN_BUCKETS, Damping, Routes, Telemetry
 from engine_c.structs import (
     FORMATS,
     GREEDY,
@@ -35,10 +36,13 @@ __all__ = [
     "LANE_READY",
     "MAX_TOP_LOGPROBS",
     "OPERATIONS",
+    "RUN_BUCKETS",
+    "Damping",
     "EngineError",
     "Model",
     "ModelInfo",
     "Part",
+    "Routes",
     "RowResult",
     "Sampling",
     "SeqResult",
@@ -46,6 +50,7 @@ __all__ = [
     "Session",
     "SessionOptions",
     "StepStats",
+    "Telemetry",
     "Worker",
     "isa_available",
     "isa_name",

@@ -11,6 +11,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from engine_c._engine import ffi
+from engine_c.routing import Damping
 from engine_c.structs import RowResult, Sampling, SeqResult, SeqWork, SessionOptions, StepStats
 
 if TYPE_CHECKING:
@@ -37,7 +38,10 @@ class BatchBuffers:
         self._targets = ffi.new("int32_t[]", options.max_logit_rows)
         self._blocks = ffi.new("int32_t[]", 4096)
         self._history = ffi.new("int32_t[]", 4096)
-        self._last: list[tuple[Sequence[int], Sampling]] = []  # blocks and sampling of the batch in the arrays, if all its sequences decode
+        self._dampings = ffi.new("colibri_damping[]", 4)
+        self._rerouted = ffi.new("int32_t[]", options.max_seqs)
+        # what must be the same of the batch in the arrays for the next to continue it, if all its sequences decode
+        self._last: list[tuple[Sequence[int], Sampling, Damping | None, int]] = []
         self._last_blocks: list[int] = []  # how many blocks each has
         self._see()
 
@@ -52,7 +56,7 @@ class BatchBuffers:
             self._last = []
             self._fill(work)
             if all(_decodes(w) for w in work):
-                self._last = [(w.blocks, w.sampling) for w in work]
+                self._last = [(w.blocks, w.sampling, w.damping, w.slot) for w in work]
                 self._last_blocks = [len(w.blocks) for w in work]
 
     def _continue(self, work: Sequence[SeqWork]) -> bool:
@@ -61,8 +65,8 @@ class BatchBuffers:
         if len(work) != len(last) or not last:
             return False
         tokens = []
-        for w, (blocks, sampling) in zip(work, last):  # noqa: B905 -- as long, by the check above; strict costs more than the rest
-            if w.blocks is not blocks or w.sampling is not sampling or not _decodes(w):
+        for w, (blocks, sampling, damping, slot) in zip(work, last):  # noqa: B905 -- as long, by the check above; strict costs more than the rest
+            if w.blocks is not blocks or w.sampling is not sampling or w.damping is not damping or w.slot != slot or not _decodes(w):
                 return False
             tokens.append(w.tokens[0])
         self._last = []
@@ -89,8 +93,11 @@ class BatchBuffers:
         targets: list[int] = []
         seqs: list[tuple[object, ...]] = []
         any_target = False
+        dampings: dict[Damping, int] = {}
         for w in work:
-            seqs.append((len(w.tokens), w.start, w.n_logits, len(w.blocks), len(w.history), 0, w.sampling.as_tuple()))
+            damping = -1 if w.damping is None else dampings.setdefault(w.damping, len(dampings))
+            counts = len(w.tokens), w.start, w.n_logits, len(w.blocks), len(w.history)
+            seqs.append((*counts, w.slot, damping, w.routes, w.sampling.as_tuple()))
             tokens += w.tokens
             blocks += w.blocks
             history += w.history
@@ -103,6 +110,7 @@ class BatchBuffers:
                 raise ValueError(f"sequence {len(seqs) - 1}: {len(w.targets)} targets for {w.n_logits} rows with logits")
         self.n_rows = len(targets)
         self._grow_seqs(len(seqs), len(targets))
+        self._fill_dampings([damping.as_tuple() for damping in dampings])
         self._seqs[0 : len(seqs)] = seqs
         self._tokens = _assign(self._tokens, tokens)
         self._blocks = _assign(self._blocks, blocks)
@@ -116,11 +124,21 @@ class BatchBuffers:
         batch.history = self._history
         batch.targets = self._targets if any_target else ffi.NULL
 
+    def _fill_dampings(self, dampings: list[tuple[float | int, ...]]) -> None:
+        if len(dampings) > len(self._dampings):
+            self._dampings = ffi.new("colibri_damping[]", 2 * len(dampings))
+        self._dampings[0 : len(dampings)] = dampings
+        batch = self.batch
+        batch.n_dampings = len(dampings)
+        batch.dampings = self._dampings
+        batch.rerouted = self._rerouted if dampings else ffi.NULL
+
     def _grow_seqs(self, n_seqs: int, n_rows: int) -> None:
         # More than the session's limits is the engine's to refuse; the arrays must only be large enough to ask.
         if n_seqs > len(self._seqs):
             self._seqs = ffi.new("colibri_seq[]", n_seqs)
             self.seq_status = ffi.new("int32_t[]", n_seqs)
+            self._rerouted = ffi.new("int32_t[]", n_seqs)
         if n_rows > len(self.rows):
             self.rows = ffi.new("colibri_row_result[]", n_rows)
         self._see()
@@ -132,10 +150,17 @@ class BatchBuffers:
         if any(status) or any(row[0] for row in raw):
             return self._results_with_errors(work, status, self._rows(raw))
         rows = self._rows(raw)
+        if self.batch.n_dampings:
+            return self._results_with_counts(work, rows)
         if self._last:  # a row each
             return [SeqResult(True, "", (row,)) for row in rows]
         ends = list(accumulate([w.n_logits for w in work]))
         return [SeqResult(True, "", tuple(rows[end - w.n_logits : end])) for w, end in zip(work, ends, strict=True)]
+
+    def _results_with_counts(self, work: Sequence[SeqWork], rows: Sequence[RowResult]) -> list[SeqResult]:
+        ends = list(accumulate([w.n_logits for w in work]))
+        counts = ffi.unpack(self._rerouted, len(work))
+        return [SeqResult(True, "", tuple(rows[end - w.n_logits : end]), count) for w, end, count in zip(work, ends, counts, strict=True)]
 
     def _results_with_errors(self, work: Sequence[SeqWork], status: Sequence[int], rows: Sequence[RowResult]) -> list[SeqResult]:
         results = []
@@ -186,4 +211,4 @@ def _assign(array: Array[int], values: list[int]) -> Array[int]:
 
 def _decodes(w: SeqWork) -> bool:
     """Whether it is the ordinary share of a step: a token in, a token out."""
-    return len(w.tokens) == 1 and w.n_logits == 1 and not w.history and w.targets is None
+    return len(w.tokens) == 1 and w.n_logits == 1 and not w.history and w.targets is None and not w.routes

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Self
 
 from engine_c._engine import ffi, lib
 from engine_c.batch import BatchBuffers
+from engine_c.routing import Routes, Telemetry, empty_telemetry
 from engine_c.structs import EngineError, ModelInfo, Part, PathLike, SeqResult, SeqWork, SessionOptions, StepStats
 
 if TYPE_CHECKING:
@@ -179,7 +181,20 @@ class Session(_User):
         if lib.colibri_front_step(tell, self._pointer, buffers.batch, buffers.rows, buffers.seq_status, buffers.stats, self._error):
             buffers.n_rows = 0
             raise fail(self._error)
-        return buffers.results(work), buffers.step_stats()
+        results = buffers.results(work)
+        if any(w.routes for w in work):
+            results = self._with_routes(work, results)
+        return results, buffers.step_stats()
+
+    def _with_routes(self, work: Sequence[SeqWork], results: list[SeqResult]) -> list[SeqResult]:
+        ends = list(accumulate(len(w.tokens) for w in work))
+        experts, weights, margins = self._copy_routes(ends[-1])
+        found = []
+        for w, end, result in zip(work, ends, results, strict=True):
+            at = slice(end - len(w.tokens), end)
+            routes = Routes(experts[:, at].copy(), weights[:, at].copy(), margins[:, at].copy()) if w.routes else None
+            found.append(result._replace(routes=routes))
+        return found
 
     def logits(self) -> npt.NDArray[np.float32]:
         """A copy of the last step's logits [rows with logits, vocab]."""
@@ -193,14 +208,30 @@ class Session(_User):
 
     def routes(self, rows: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
         """Experts and their weights of the last step [router_layers, rows, top_k]; rows is that step's token count. Needs trace_routes."""
+        experts, weights, _ = self._copy_routes(rows)
+        return experts, weights
+
+    def _copy_routes(self, rows: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32], npt.NDArray[np.float32]]:
         import numpy as np
 
         shape = (self.model.info.router_layers, rows, self.model.info.top_k)
-        experts, weights = np.empty(shape, np.int32), np.empty(shape, np.float32)
-        into = ffi.from_buffer("int32_t *", experts, require_writable=True), ffi.from_buffer("float *", weights, require_writable=True)
+        experts, weights, margins = np.empty(shape, np.int32), np.empty(shape, np.float32), np.empty(shape[:2], np.float32)
+        into = ffi.from_buffer("int32_t *", experts, require_writable=True), _floats(weights), _floats(margins)
         if lib.colibri_session_routes(self._pointer, *into, experts.size, self._error):
             raise fail(self._error)
-        return experts, weights
+        return experts, weights, margins
+
+    def telemetry(self) -> Telemetry:
+        """What the router and the dispatcher have counted since the session was opened. Any thread, also while a step runs."""
+        info = self.model.info
+        counts = empty_telemetry(info.layers, info.experts)
+        into = ffi.new("colibri_telemetry *", {"layers": info.layers, "experts": info.experts})
+        for name in Telemetry.__slots__:
+            setattr(into, name, ffi.from_buffer("uint64_t *", getattr(counts, name), require_writable=True))
+        err = ffi.new("colibri_error *")
+        if lib.colibri_session_telemetry(self._pointer, into, err):
+            raise fail(err)
+        return counts
 
     def expert_counts(self) -> npt.NDArray[np.uint64]:
         """Tokens each expert has had since the session was opened [layers, experts]."""
@@ -264,6 +295,10 @@ class Session(_User):
         if status < 0:
             raise EngineError(status, f"lane {lane} of {self.options.max_lanes}: refused in its present state or out of range")
         return status
+
+
+def _floats(array: npt.NDArray[np.float32]) -> Pointer:
+    return ffi.from_buffer("float *", array, require_writable=True)
 
 
 class Worker(_User):

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from engine_c.routing import Damping, Routes
+
 FORMATS = {"f32": 0, "bf16": 1, "int8": 2, "int4": 3}
 KV_FORMATS = {"f32": 0, "bf16": 1}
 KV_BLOCK = 16
@@ -83,12 +85,14 @@ class SessionOptions:
     hang_ms: int = 1000
     trace_routes: int = 0
     split_down: int = 0
+    max_slots: int = 0
 
     def as_tuple(self) -> tuple[int, ...]:
         """In the order of the C struct."""
         return (
             self.max_rows, self.max_seqs, self.max_logit_rows, self.kv_blocks, self.kv_format,
             self.max_lanes, self.front_lane, self.spin_us, self.hang_ms, self.trace_routes, self.split_down,
+            self.max_slots,
         )
 
 
@@ -118,6 +122,8 @@ class SeqWork:
 
     tokens run at positions start..start+len(tokens)-1; blocks are the ids of all its KV blocks so far (a list that is given again may only
     have grown); the last n_logits rows are sampled and reported. targets, if given, has n_logits entries, -1 for none.
+    slot: the sequence's routing state, 0..max_slots-1, its own from position 0 on; damping of scope "sequence" needs one.
+    routes: its routes are wanted, which a session that traces routes can give.
     """
 
     tokens: Sequence[int]
@@ -127,6 +133,9 @@ class SeqWork:
     sampling: Sampling = GREEDY
     history: Sequence[int] = ()
     targets: Sequence[int] | None = None
+    damping: Damping | None = None
+    slot: int = -1
+    routes: bool = False
 
 
 class RowResult(NamedTuple):
@@ -140,11 +149,13 @@ class RowResult(NamedTuple):
 
 
 class SeqResult(NamedTuple):
-    """A sequence's rows, or why they must not be used."""
+    """A sequence's rows, or why they must not be used. rerouted: (token, layer) pairs whose experts damping changed."""
 
     ok: bool
     error: str
     rows: tuple[RowResult, ...]
+    rerouted: int = 0
+    routes: Routes | None = None
 
 
 @dataclass(frozen=True, slots=True)

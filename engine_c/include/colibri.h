@@ -30,7 +30,7 @@ extern "C" {
 #define COLIBRI_API
 #endif
 
-#define COLIBRI_ABI_VERSION 2
+#define COLIBRI_ABI_VERSION 3
 #define COLIBRI_KV_BLOCK 16      /* tokens of one KV block */
 #define COLIBRI_MAX_TOP_LOGPROBS 20
 #define COLIBRI_MAX_NODES 1024   /* NUMA node numbers are 0..1023 */
@@ -154,9 +154,10 @@ typedef struct colibri_session_options {
   int32_t front_lane;      /* 1: the stepping thread computes while it waits; needed if no worker is to come */
   int32_t spin_us;         /* a lane spins this long for work before it sleeps */
   int32_t hang_ms;         /* a lane holding a task longer than this is killed and its task run again; 0 = never */
-  int32_t trace_routes;    /* 1: keep every row's experts and weights for colibri_session_routes */
+  int32_t trace_routes;    /* 1: keep every row's experts, weights and margins for colibri_session_routes */
   int32_t split_down;      /* 1: an expert's down product is tasks of that expert alone, for weights that hold whole experts on a node; the weighted
                             * sum is an operation of its own. Same bits; costs max_rows * top_k rows of output in the arena */
+  int32_t max_slots;       /* sequences that can have routing state at a time, 0..65536; 0: no damping of scope sequence, no counts of runs */
 } colibri_session_options;
 
 /* Bytes of shared memory a session with these options needs (team + arena). 0 if the options are out of range. */
@@ -218,17 +219,39 @@ typedef struct colibri_seq {
   int32_t n_logits;        /* the last n_logits rows get logits, are sampled and reported; 0 for an unfinished prefill */
   int32_t n_blocks;        /* KV blocks, at least ceil((start + n_rows) / COLIBRI_KV_BLOCK) */
   int32_t n_history;       /* tokens the repetition penalty looks at; 0 if it is off */
-  int32_t reserved;
+  int32_t slot;            /* routing state of the sequence, 0..max_slots-1, one sequence's in a step; -1: none. Made anew when start is 0 */
+  int32_t damping;         /* index into the batch's dampings; -1: none */
+  int32_t margins;         /* 1: margins of its rows are wanted (colibri_session_routes) */
   colibri_sampling sampling;
 } colibri_seq;
 
+/* ---- damping: what may be done about experts that get too many tokens. An expert is given up only for one whose selection score (gate logit, or score with
+ * its selection bias where the model selects by that) lies at most `margin` below its own; weights are those the experts' undamped scores give.
+ * Rows of sequences without damping are never changed, nor are rows with a NaN. Formulas: damping.h. */
+enum colibri_damping_kind { COLIBRI_DAMPING_OFF = 0, COLIBRI_DAMPING_HEAT = 1, COLIBRI_DAMPING_CAPACITY = 2, COLIBRI_DAMPING_REUSE = 3 };
+/* SEQUENCE: the outcome depends on the sequence's own tokens alone, in their order: not on how they are cut into steps, nor on other sequences. Needs a slot.
+ * BATCH: tokens of one step are weighed against each other. */
+enum colibri_damping_scope { COLIBRI_SCOPE_SEQUENCE = 0, COLIBRI_SCOPE_BATCH = 1 };
+
+typedef struct colibri_damping {
+  int32_t kind, scope;     /* enums above; REUSE only with scope BATCH */
+  int32_t threshold;       /* HEAT: uses in a row that cost nothing, 0..1000000 */
+  float growth;            /* HEAT: factor of the penalty with each use in a row beyond that, 1..1000 */
+  float decay;             /* HEAT: factor of the penalty with each token that does without the expert, 0..1 */
+  float capacity_factor;   /* CAPACITY: most tokens an expert gets, in units of the mean of all experts, 1..1000000 */
+  float margin;            /* 0..1000000 */
+  float max_rerouted;      /* 0..1: share of (token, layer) pairs that may be changed; SEQUENCE: along the sequence, BATCH: in a step */
+} colibri_damping;
+
 typedef struct colibri_batch {
-  int32_t n_seqs, reserved;
+  int32_t n_seqs, n_dampings;
   const colibri_seq *seqs;      /* [n_seqs] */
   const int32_t *tokens;        /* [sum n_rows] */
   const int32_t *blocks;        /* [sum n_blocks] KV block ids, block i of a sequence holds positions 16i..16i+15 */
   const int32_t *history;       /* [sum n_history]; may be NULL if that is 0 */
   const int32_t *targets;       /* [sum n_logits] token whose log-probability is wanted, -1 for none; NULL for none at all */
+  const colibri_damping *dampings; /* [n_dampings]; NULL if that is 0 */
+  int32_t *rerouted;            /* out, [n_seqs]: (token, layer) pairs whose experts damping changed; may be NULL */
 } colibri_batch;
 
 /* What a row with logits gave, in batch order. Log-probabilities are of the model's own distribution (natural log, temperature 1, no
@@ -289,11 +312,38 @@ COLIBRI_API int colibri_step(colibri_session *session, const colibri_batch *batc
                              colibri_step_stats *stats, colibri_error *err);
 /* Logits of the last step, [sum n_logits, vocab] f32, row stride `vocab`; valid until the next step. */
 COLIBRI_API const float *colibri_session_logits(const colibri_session *session);
-/* Copies the last step's routes (trace_routes): experts and weights [router_layers, rows, top_k], a row's experts by
- * descending gate score, ties to the lower index. COLIBRI_ESTATE if the session keeps none. */
-COLIBRI_API int colibri_session_routes(const colibri_session *session, int32_t *experts, float *weights, int64_t count, colibri_error *err);
-/* Token counts per layer and expert since the session was opened: counts [layers, experts]. */
+/* Copies the last step's routes (trace_routes): experts and weights [router_layers, rows, top_k], a row's experts by descending undamped score, ties to the
+ * lower index; margins [router_layers, rows], the undamped selection score of the top_k-th expert less the next one's: INFINITY if all are chosen, NaN if the row
+ * has one or its sequence wanted none. `count`: entries experts has room for. Each of the three may be NULL. COLIBRI_ESTATE if the session keeps none. */
+COLIBRI_API int colibri_session_routes(const colibri_session *session, int32_t *experts, float *weights, float *margins, int64_t count,
+                                       colibri_error *err);
+/* Token counts per layer and expert since the session was opened: counts [layers, experts]. Any thread. */
 COLIBRI_API int colibri_session_expert_counts(const colibri_session *session, uint64_t *counts, int64_t count, colibri_error *err);
+
+/* ---------------------------------------------------------------- routing telemetry */
+
+#define COLIBRI_RUN_BUCKETS 8
+
+/* Counts since the session was opened, taken where the rows of a layer are dealt out to experts, so after damping. A queue is the tokens an expert gets in one
+ * step. Each array may be NULL: not wanted. */
+typedef struct colibri_telemetry {
+  int32_t layers, experts;   /* what the arrays have room for: the model's, or it is refused */
+  uint64_t *tokens;          /* [layers, experts] */
+  uint64_t *active;          /* [layers, experts] steps in which the expert had a token */
+  uint64_t *steps, *rows;    /* [layers] */
+  uint64_t *queue_squares;   /* [layers] sum over steps and experts of the queue's length squared */
+  uint64_t *queue_longest;   /* [layers] sum over steps of the longest queue's length */
+  uint64_t *longest_squares; /* [layers] sum over steps of that squared */
+  uint64_t *queue_max;       /* [layers] the longest queue of all */
+  uint64_t *active_experts;  /* [layers] sum over steps of experts that had a token */
+  uint64_t *rerouted;        /* [layers] rows whose experts damping changed */
+  uint64_t *repeats;         /* [layers] rows of sequences with a slot whose first expert is that of the token before */
+  uint64_t *runs;            /* [layers, COLIBRI_RUN_BUCKETS] ended runs of one first expert in a sequence with a slot: bucket b counts lengths 2^b to
+                              * 2^(b+1) - 1, the last all above. A run ends with another first expert, or with its slot made anew */
+} colibri_telemetry;
+
+/* Copies the counts. Any thread, also while a step runs: each count is whole, a layer's belong to the same step or to two in a row. COLIBRI_EINVAL. */
+COLIBRI_API int colibri_session_telemetry(const colibri_session *session, const colibri_telemetry *into, colibri_error *err);
 
 /* ---------------------------------------------------------------- worker: a lane's side */
 

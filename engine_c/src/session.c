@@ -29,6 +29,7 @@ static int check_options(const colibri_session_options *o, colibri_error *err) {
       {"hang_ms", o->hang_ms, 0, 3600000},
       {"trace_routes", o->trace_routes, 0, 1},
       {"split_down", o->split_down, 0, 1},
+      {"max_slots", o->max_slots, 0, 65536},
   };
   for (size_t i = 0; i < sizeof limits / sizeof *limits; i++)
     if (limits[i].value < limits[i].low || limits[i].value > limits[i].high)
@@ -83,14 +84,20 @@ static void *zeroed(size_t count, size_t size) {
 static int alloc_routing(colibri_session *s, colibri_error *err) {
   const colibri_model_info *i = &s->model->info;
   size_t layers = s->options.trace_routes && i->router_layers ? (size_t)i->router_layers : 1;
-  size_t n = layers * (size_t)s->options.max_rows * (size_t)i->top_k;
+  size_t rows = (size_t)s->options.max_rows, slots = (size_t)s->options.max_slots, n = layers * rows * (size_t)i->top_k;
   s->route_ids = zeroed(n, sizeof *s->route_ids);
   s->route_weights = zeroed(n, sizeof *s->route_weights);
   s->route_bad = calloc((size_t)s->options.max_rows, 1);
   s->expert_at = calloc((size_t)i->experts, sizeof *s->expert_at);
-  s->expert_counts = calloc((size_t)i->layers * (size_t)i->experts, sizeof *s->expert_counts);
+  s->route_margins = s->options.trace_routes ? calloc(layers * rows, sizeof *s->route_margins) : NULL;
+  s->scores = zeroed(rows * (size_t)i->experts, sizeof *s->scores);
+  s->changed = calloc(rows, 1);
+  s->slot_step = calloc(slots + 1, sizeof *s->slot_step);
   s->processes = calloc((size_t)s->options.max_lanes + 1, sizeof *s->processes);
-  if (!s->route_ids || !s->route_weights || !s->route_bad || !s->expert_at || !s->expert_counts || !s->processes)
+  int lacks = colibri_damper_open(&s->damper, i->experts, i->top_k, i->router_layers, s->options.max_rows, s->options.max_seqs, s->options.max_slots);
+  lacks |= colibri_counts_open(&s->counts, i->layers, i->experts, s->options.max_slots);
+  lacks |= s->options.trace_routes && !s->route_margins;
+  if (lacks || !s->route_ids || !s->route_weights || !s->route_bad || !s->scores || !s->changed || !s->slot_step || !s->expert_at || !s->processes)
     return colibri_fail(err, COLIBRI_ENOMEM, "no memory for the session's routing tables");
   for (int l = 0; l < s->options.max_lanes; l++) s->processes[l].pidfd = -1;
   return COLIBRI_OK;
@@ -140,8 +147,13 @@ void colibri_session_close(colibri_session *s) {
   for (int l = 0; s->processes && l < s->options.max_lanes; l++)
     if (s->processes[l].pidfd >= 0) close(s->processes[l].pidfd);
   free(s->processes);
-  free(s->expert_counts);
+  colibri_counts_close(&s->counts);
+  colibri_damper_close(&s->damper);
+  free(s->slot_step);
+  free(s->changed);
+  free(s->scores);
   free(s->expert_at);
+  free(s->route_margins);
   free(s->route_bad);
   free(s->route_weights);
   free(s->route_ids);
@@ -160,25 +172,28 @@ int colibri_session_kv_range(const colibri_session *s, int kv_head, uint64_t *of
   return COLIBRI_OK;
 }
 
-int colibri_session_routes(const colibri_session *s, int32_t *experts, float *weights, int64_t count, colibri_error *err) {
+int colibri_session_routes(const colibri_session *s, int32_t *experts, float *weights, float *margins, int64_t count, colibri_error *err) {
   const colibri_model_info *i = &s->model->info;
   int64_t row = (int64_t)s->n_rows * i->top_k, stride = (int64_t)s->options.max_rows * i->top_k;
   if (!s->options.trace_routes) return colibri_fail(err, COLIBRI_ESTATE, "the session keeps no routes; open it with trace_routes = 1");
   if (count < i->router_layers * row)
     return colibri_fail(err, COLIBRI_EINVAL, "routes need room for %lld entries, there is room for %lld", (long long)(i->router_layers * row), (long long)count);
   for (int l = 0; l < i->router_layers; l++) {
-    memcpy(experts + l * row, s->route_ids + l * stride, sizeof(int32_t) * (size_t)row);
-    memcpy(weights + l * row, s->route_weights + l * stride, sizeof(float) * (size_t)row);
+    if (experts) memcpy(experts + l * row, s->route_ids + l * stride, sizeof(int32_t) * (size_t)row);
+    if (weights) memcpy(weights + l * row, s->route_weights + l * stride, sizeof(float) * (size_t)row);
+    if (margins) memcpy(margins + l * (int64_t)s->n_rows, s->route_margins + l * (int64_t)s->options.max_rows, sizeof(float) * (size_t)s->n_rows);
   }
   return COLIBRI_OK;
 }
 
 int colibri_session_expert_counts(const colibri_session *s, uint64_t *counts, int64_t count, colibri_error *err) {
-  int64_t n = (int64_t)s->model->info.layers * s->model->info.experts;
+  const colibri_model_info *i = &s->model->info;
+  int64_t n = (int64_t)i->layers * i->experts;
   if (count < n) return colibri_fail(err, COLIBRI_EINVAL, "expert counts need room for %lld entries, there is room for %lld", (long long)n, (long long)count);
-  for (int64_t i = 0; i < n; i++) counts[i] = __atomic_load_n(&s->expert_counts[i], __ATOMIC_RELAXED);
-  return COLIBRI_OK;
+  return colibri_session_telemetry(s, &(colibri_telemetry){.layers = i->layers, .experts = i->experts, .tokens = counts}, err);
 }
+
+int colibri_session_telemetry(const colibri_session *s, const colibri_telemetry *into, colibri_error *err) { return colibri_counts_read(&s->counts, into, err); }
 
 /* ---------------------------------------------------------------- lanes */
 

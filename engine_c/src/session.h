@@ -4,8 +4,10 @@
 
 #include <pthread.h>
 
+#include "damping.h"
 #include "router.h"
 #include "team.h"
+#include "telemetry.h"
 
 /* A lane's process: pidfd -1: none. hung_ms: how long it had held a phase up when it was killed for that, 0: it was not; op, layer: that phase. */
 typedef struct colibri_lane_process { int pid, pidfd; int32_t hung_ms, op, layer; } colibri_lane_process;
@@ -33,8 +35,15 @@ struct colibri_session {
   int32_t *route_ids;        /* [max_rows * top_k], or [router_layers][max_rows][top_k] when traced */
   float *route_weights;
   uint8_t *route_bad;        /* [max_rows] */
-  int32_t *expert_at;        /* [experts] write cursors of the dispatcher */
-  uint64_t *expert_counts;   /* [layers][experts] */
+  float *route_margins;      /* [router_layers][max_rows] when traced, else NULL */
+  int32_t *expert_at;        /* [experts] counts, then write cursors of the dispatcher */
+  float *scores;             /* [max_rows][experts] what selection compares, where damping or margins ask for it */
+  uint8_t *changed;          /* [max_rows] rows whose experts damping changed */
+  uint32_t *slot_step;       /* [max_slots] the last step (its number) that used the slot */
+  uint32_t step;             /* number of the step, from 1 on */
+  int damped, margins;       /* some sequence of the step is damped; wants margins */
+  colibri_damper damper;
+  colibri_counts counts;
 };
 
 /* Looks whether processes of active lanes have ended; their lanes get a new epoch. Returns how many were found dead. */

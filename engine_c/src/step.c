@@ -9,6 +9,27 @@
 
 /* ---------------------------------------------------------------- checks */
 
+/* A sequence's slot, damping and wish for margins. */
+static int check_routing(const colibri_session *s, const colibri_batch *b, int n, colibri_error *err) {
+  const colibri_seq *q = &b->seqs[n];
+  if (q->slot < -1 || q->slot >= s->options.max_slots)
+    return colibri_fail(err, COLIBRI_EINVAL, "sequence %d: slot %d is outside the session's %d (max_slots); -1 is none", n, q->slot, s->options.max_slots);
+  if (q->slot >= 0 && s->slot_step[q->slot] == s->step)
+    return colibri_fail(err, COLIBRI_EINVAL, "sequence %d: slot %d is another sequence's of this step", n, q->slot);
+  if (q->slot >= 0) s->slot_step[q->slot] = s->step;
+  if (q->margins < 0 || q->margins > s->options.trace_routes)
+    return colibri_fail(err, COLIBRI_EINVAL, "sequence %d: margins is %d, it must be 0%s", n, q->margins,
+                        s->options.trace_routes ? " or 1" : " in a session that does not trace_routes");
+  if (q->damping < -1 || q->damping >= b->n_dampings)
+    return colibri_fail(err, COLIBRI_EINVAL, "sequence %d: damping %d is outside the batch's %d; -1 is none", n, q->damping, b->n_dampings);
+  const colibri_damping *p = q->damping < 0 ? NULL : &b->dampings[q->damping];
+  if (!p || p->kind == COLIBRI_DAMPING_OFF || p->scope == COLIBRI_SCOPE_BATCH) return COLIBRI_OK;
+  if (q->slot < 0) return colibri_fail(err, COLIBRI_EINVAL, "sequence %d: damping of scope sequence needs a slot", n);
+  if (q->start && q->start != s->counts.next[q->slot])
+    return colibri_fail(err, COLIBRI_EINVAL, "sequence %d: slot %d has the routing state of position %d, not %d; begin at 0", n, q->slot, s->counts.next[q->slot], q->start);
+  return COLIBRI_OK;
+}
+
 static int check_seq(const colibri_session *s, const colibri_batch *b, int n, const int32_t *tokens, const int32_t *blocks, colibri_error *err) {
   const colibri_seq *q = &b->seqs[n];
   const colibri_model_info *i = &s->model->info;
@@ -31,7 +52,7 @@ static int check_seq(const colibri_session *s, const colibri_batch *b, int n, co
   if (!(p->temperature >= 0 && p->temperature <= 1e6f) || !(p->top_p > 0 && p->top_p <= 1) || !(p->min_p >= 0 && p->min_p < 1) || p->top_k < 0 ||
       !(p->repetition_penalty > 0 && p->repetition_penalty <= 1e6f) || p->top_logprobs < -1 || p->top_logprobs > COLIBRI_MAX_TOP_LOGPROBS)
     return colibri_fail(err, COLIBRI_EINVAL, "sequence %d: a sampling parameter is out of range (colibri.h, colibri_sampling)", n);
-  return COLIBRI_OK;
+  return check_routing(s, b, n, err);
 }
 
 static int check_ids(const int32_t *ids, int64_t n, int32_t low, int32_t end, const char *what, colibri_error *err) {
@@ -40,11 +61,15 @@ static int check_ids(const int32_t *ids, int64_t n, int32_t low, int32_t end, co
   return COLIBRI_OK;
 }
 
-static int check_batch(const colibri_session *s, const colibri_batch *b, colibri_error *err) {
+static int check_batch(colibri_session *s, const colibri_batch *b, colibri_error *err) {
   int64_t rows = 0, blocks = 0, logits = 0, history = 0;
   int rc = COLIBRI_OK;
   if (b->n_seqs < 1 || b->n_seqs > s->options.max_seqs)
     return colibri_fail(err, COLIBRI_EINVAL, "a batch of %d sequences: the session was opened for 1..%d", b->n_seqs, s->options.max_seqs);
+  if (b->n_dampings < 0 || b->n_dampings > b->n_seqs || (b->n_dampings && !b->dampings))
+    return colibri_fail(err, COLIBRI_EINVAL, "n_dampings is %d, it must be 0..%d (n_seqs), and dampings not NULL", b->n_dampings, b->n_seqs);
+  for (int n = 0; n < b->n_dampings && !rc; n++) rc = colibri_damping_check(&b->dampings[n], n, err);
+  s->step++;
   for (int n = 0; n < b->n_seqs && !rc; n++) {
     rc = check_seq(s, b, n, b->tokens + rows, b->blocks + blocks, err);
     rows += b->seqs[n].n_rows, blocks += b->seqs[n].n_blocks, logits += b->seqs[n].n_logits, history += b->seqs[n].n_history;
@@ -69,6 +94,16 @@ static void take_rows(const colibri_session *s, const colibri_step_seq *q, int n
   for (int r = 0; r < q->n_logits; r++) a->logit_rows[q->first_logit + r] = q->first_row + q->n_rows - q->n_logits + r;
 }
 
+static void take_routing(colibri_session *s, const colibri_batch *b) {
+  s->damped = s->margins = 0;
+  for (int n = 0; n < b->n_seqs; n++) {
+    s->damped |= b->seqs[n].damping >= 0 && b->dampings[b->seqs[n].damping].kind != COLIBRI_DAMPING_OFF;
+    s->margins |= b->seqs[n].margins;
+  }
+  colibri_damper_begin(&s->damper, b);
+  colibri_counts_begin(&s->counts, b);
+}
+
 static void take_batch(colibri_session *s, const colibri_batch *b) {
   colibri_arena *a = &s->env.arena;
   int32_t row = 0, logit = 0, block = 0, history = 0;
@@ -84,6 +119,7 @@ static void take_batch(colibri_session *s, const colibri_batch *b) {
   if (history) memcpy(a->history, b->history, sizeof(int32_t) * (size_t)history);
   for (int n = 0; n < logit; n++) a->targets[n] = b->targets ? b->targets[n] : -1;
   memset(a->row_error, 0, sizeof(uint32_t) * (size_t)row);
+  take_routing(s, b);
   s->n_seqs = b->n_seqs, s->n_rows = row, s->n_logits = logit;
 }
 
@@ -176,17 +212,16 @@ static void insert_pair(int32_t *pairs, int n, int32_t pair) {
 }
 
 /* Packs each expert's tokens into a mini-batch: pairs in expert order, rows ascending. */
-static void dispatch(colibri_session *s, int layer, const int32_t *ids, const float *weights) {
+static void dispatch(colibri_session *s, int layer, const int32_t *ids, const float *weights, int rerouted) {
   const colibri_arena *a = &s->env.arena;
   int experts = s->model->info.experts, k = s->model->info.top_k;
   int64_t n = (int64_t)s->n_rows * k;
   memset(s->expert_at, 0, sizeof(int32_t) * (size_t)experts);
   for (int64_t i = 0; i < n; i++) s->expert_at[ids[i]]++;
+  colibri_counts_queues(&s->counts, layer, s->expert_at, s->n_rows, rerouted);
   int32_t at = 0;
   for (int e = 0; e < experts; e++) {
     int32_t count = s->expert_at[e];
-    uint64_t *total = &s->expert_counts[(int64_t)layer * experts + e];
-    __atomic_store_n(total, *total + (uint64_t)count, __ATOMIC_RELAXED);
     a->expert_first[e] = s->expert_at[e] = at;
     at += count;
   }
@@ -199,26 +234,76 @@ static void dispatch(colibri_session *s, int layer, const int32_t *ids, const fl
   }
 }
 
-static void route(colibri_session *s, int layer, int *router_layer) {
+/* The undamped score of the k-th expert less the next one's. ids are the undamped ones. */
+static float margin_of(const float *scores, int experts, int k, const int32_t *ids) {
+  float next = -INFINITY;
+  for (int e = 0; e < experts; e++) {
+    int chosen = 0;
+    for (int i = 0; i < k; i++) chosen |= ids[i] == e;
+    if (!chosen && scores[e] > next) next = scores[e];
+  }
+  return scores[ids[k - 1]] - next;
+}
+
+static void note_margins(colibri_session *s, const colibri_batch *b, int router_layer, const int32_t *ids) {
+  int experts = s->model->info.experts, k = s->model->info.top_k;
+  float *margins = s->route_margins + (int64_t)router_layer * s->options.max_rows;
+  for (int n = 0, row = 0; n < b->n_seqs; n++)
+    for (int r = 0; r < b->seqs[n].n_rows; r++, row++)
+      margins[row] = !b->seqs[n].margins || s->route_bad[row] ? NAN : margin_of(s->scores + (int64_t)row * experts, experts, k, ids + (int64_t)row * k);
+}
+
+/* The weights of rows whose experts damping changed, from their undamped scores. */
+static void weigh_changed(colibri_session *s, const int32_t *ids, float *weights) {
+  const colibri_router *r = &s->model->router;
+  for (int row = 0; row < s->n_rows; row++) {
+    if (!s->changed[row]) continue;
+    const float *z = s->env.arena.gate + (int64_t)row * r->experts;
+    const int32_t *id = ids + (int64_t)row * r->k;
+    float *w = weights + (int64_t)row * r->k, sum = 0;
+    for (int i = 0; i < r->k; i++) w[i] = z[id[i]] - z[id[0]];
+    s->env.kernels->exp(w, r->k);
+    for (int i = 0; i < r->k; i++) sum += w[i];
+    if (r->weight == COLIBRI_WEIGHT_SCORE) sum = s->env.kernels->sum_exp(z, r->experts, z[id[0]]);
+    for (int i = 0; i < r->k; i++) w[i] = w[i] * (1.0f / sum) * r->scale;
+  }
+}
+
+/* What comes after the router's own choice, if some sequence asks for it. Returns how many rows were changed. */
+static int damp(colibri_session *s, const colibri_batch *b, int router_layer, int32_t *ids, float *weights) {
+  if (!s->damped && !s->margins) return 0;
+  memcpy(s->scores, s->env.arena.gate, sizeof(float) * (size_t)s->n_rows * (size_t)s->model->info.experts);
+  if (s->margins) note_margins(s, b, router_layer, ids);
+  if (!s->damped) return 0;
+  colibri_damp_rows rows = {.layer = router_layer, .n_rows = s->n_rows, .scores = s->scores, .bad = s->route_bad, .ids = ids, .changed = s->changed};
+  int changed = colibri_damp(&s->damper, b, &rows);
+  if (changed) weigh_changed(s, ids, weights);
+  return changed;
+}
+
+static void route(colibri_session *s, const colibri_batch *b, int layer, int *router_layer) {
   uint64_t t = colibri_now_ns();
   const colibri_model_info *i = &s->model->info;
   int64_t at = s->options.trace_routes ? (int64_t)*router_layer * s->options.max_rows * i->top_k : 0;
   int32_t *ids = s->route_ids + at;
   float *weights = s->route_weights + at;
+  int rerouted = 0;
   if (s->model->layers[layer].router) {
     colibri_route(&s->model->router, s->env.kernels, s->env.arena.gate, i->experts, s->n_rows, ids, weights, s->route_bad);
     note_bad_rows(s, layer);
+    rerouted = damp(s, b, *router_layer, ids, weights);
     ++*router_layer;
   } else {
     for (int row = 0; row < s->n_rows; row++) ids[row] = 0, weights[row] = 1.0f;
   }
-  dispatch(s, layer, ids, weights);
+  dispatch(s, layer, ids, weights, rerouted);
+  if (s->options.max_slots) colibri_counts_runs(&s->counts, b, layer, ids, i->top_k);
   s->stats.serial_ns += colibri_op_end(s, COLIBRI_OP_ROUTE) - t;
 }
 
 /* ---------------------------------------------------------------- the layer loop */
 
-static void run_layer(colibri_session *s, int layer, int *router_layer) {
+static void run_layer(colibri_session *s, const colibri_batch *b, int layer, int *router_layer) {
   const colibri_layer *l = &s->model->layers[layer];
   int rows = s->n_rows;
   run_rows(s, COLIBRI_OP_PREPARE_ATTENTION, layer, rows);
@@ -227,7 +312,7 @@ static void run_layer(colibri_session *s, int layer, int *router_layer) {
   run_rows(s, COLIBRI_OP_PREPARE_O, layer, rows);
   colibri_phase_run(s, COLIBRI_OP_O, layer, colibri_cut_matrix(s, &l->o, rows), 0);
   run_rows(s, COLIBRI_OP_PREPARE_MOE, layer, rows);
-  route(s, layer, router_layer);
+  route(s, b, layer, router_layer);
   colibri_phase_run(s, COLIBRI_OP_GATE_UP, layer, colibri_cut_gate_up(s, layer), 0);
   colibri_phase_run(s, COLIBRI_OP_DOWN, layer, colibri_cut_down(s, layer), 0);
   if (s->options.split_down) colibri_phase_run(s, COLIBRI_OP_COMBINE, layer, colibri_cut_combine(s), 0);
@@ -271,7 +356,7 @@ static int run_step(colibri_session *s, const colibri_batch *batch, colibri_row_
   take_batch(s, batch);
   fill_rotary(s);
   s->op_began = colibri_now_ns();
-  for (int layer = 0; layer < s->model->info.layers; layer++) run_layer(s, layer, &router_layer);
+  for (int layer = 0; layer < s->model->info.layers; layer++) run_layer(s, batch, layer, &router_layer);
   run_head(s);
   give_results(s, results, seq_status);
   if (s->model->n_nodes > 1) add_homes(s, 1);

@@ -86,7 +86,7 @@ static inline void run_step_of(colibri_session *s, run *r, const int *rows) {
     if (!rows[i]) continue;
     int end = r->position[i] + rows[i], last = end >= run_prompts[i], said = r->position[i] - run_prompts[i] + 1;
     if (run_sampling[i].repetition_penalty == 1.0f || said < 0) said = 0;
-    seqs[n] = (colibri_seq){.n_rows = rows[i], .start = r->position[i], .n_logits = last, .n_blocks = (end + 15) / 16, .n_history = said,
+    seqs[n] = (colibri_seq){.n_rows = rows[i], .start = r->position[i], .n_logits = last, .n_blocks = (end + 15) / 16, .n_history = said, .slot = -1, .damping = -1,
                             .sampling = run_sampling[i]};
     for (int k = r->position[i]; k < end; k++) tokens[t++] = k < run_prompts[i] ? (k * 31 + i * 7 + 3) % vocab : r->token[i];
     for (int k = 0; k < seqs[n].n_blocks; k++) blocks[b++] = (k * SEQS + i) * 7 % 61; /* scattered over the pool, no two alike */

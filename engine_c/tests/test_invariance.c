@@ -41,7 +41,7 @@ static void run_rows_of(bench *b, int n, const int *rows, const int *start, int 
   int t = 0, k = 0;
   for (int i = 0; i < n; i++) {
     int need = (start[i] + rows[i] + 15) / 16;
-    seqs[i] = (colibri_seq){.n_rows = rows[i], .start = start[i], .n_logits = rows[i], .n_blocks = need, .sampling = {.top_p = 1, .repetition_penalty = 1}};
+    seqs[i] = (colibri_seq){.n_rows = rows[i], .start = start[i], .n_logits = rows[i], .n_blocks = need, .slot = -1, .damping = -1, .sampling = {.top_p = 1, .repetition_penalty = 1}};
     for (int p = 0; p < rows[i]; p++) tokens[t++] = token_at(b, start[i] + p);
     for (int p = 0; p < need; p++) blocks[k++] = i * per_seq + p;
   }
@@ -72,7 +72,7 @@ static void check_prompt(bench *b, int n) {
 
 /* Keys and values of the first n positions into the blocks of sequence i of a crowd. */
 static void prefill(bench *b, int i, int n) {
-  colibri_seq seq = {.n_rows = n, .n_blocks = CROWD_BLOCKS, .sampling = {.top_p = 1, .repetition_penalty = 1}};
+  colibri_seq seq = {.n_rows = n, .n_blocks = CROWD_BLOCKS, .slot = -1, .damping = -1, .sampling = {.top_p = 1, .repetition_penalty = 1}};
   int32_t tokens[16 * CROWD_BLOCKS], blocks[CROWD_BLOCKS];
   for (int p = 0; p < n; p++) tokens[p] = token_at(b, p);
   for (int p = 0; p < CROWD_BLOCKS; p++) blocks[p] = i * CROWD_BLOCKS + p;

@@ -74,7 +74,7 @@ static void test_last_lane_dies(const colibri_model *model, const run *want) {
   kill(pid, SIGKILL);
   waitpid(pid, NULL, 0);
   colibri_lane_dead(s, 0);
-  colibri_seq seq = {.n_rows = 1, .n_logits = 1, .n_blocks = 1, .sampling = {.top_p = 1, .repetition_penalty = 1}};
+  colibri_seq seq = {.n_rows = 1, .n_logits = 1, .n_blocks = 1, .slot = -1, .damping = -1, .sampling = {.top_p = 1, .repetition_penalty = 1}};
   int32_t token = 1, block = 0;
   colibri_row_result result;
   colibri_batch batch = {.n_seqs = 1, .seqs = &seq, .tokens = &token, .blocks = &block};
