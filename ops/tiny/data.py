@@ -26,9 +26,8 @@ BOS_ID, EOS_ID = 0, 1
 EXCERPT = 50_000  # characters of each kind's test part that are shipped
 SPLITS = ("train", "validation", "test")
 
-PYTHON_SKIPPED = frozenset(
-    "test tests idlelib lib2to3 encodings pydoc_data site-packages turtledemo __phello__ ensurepip".split()  # folders, anywhere
-)
+PYTHON_SKIPPED = {"test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data", "site-packages", "turtledemo", "ensurepip"}
+PYTHON_SKIPPED |= {"__phello__"}
 """Tests, tables and what is not the library proper."""
 
 Documents = dict[str, dict[str, str]]
