@@ -206,7 +206,7 @@ static void route(colibri_session *s, int layer, int *router_layer) {
   int32_t *ids = s->route_ids + at;
   float *weights = s->route_weights + at;
   if (s->model->layers[layer].router) {
-    colibri_route(&s->model->router, s->env.kernels, s->env.arena.gate, i->experts, s->n_rows, ids, weights, s->route_bad);
+    colibri_route(&s->model->router, &s->model->layers[layer].route, s->env.kernels, s->env.arena.gate, i->experts, s->n_rows, ids, weights, s->route_bad);
     note_bad_rows(s, layer);
     ++*router_layer;
   } else {
