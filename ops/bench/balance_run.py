@@ -63,10 +63,11 @@ class Judgement:
         return relative(self.queue.variance, self.undamped.variance)
 
     def __str__(self) -> str:
+        queue = self.queue
         return (
             f"{self.traffic}: perplexity {self.perplexity:.3f} ({self.change.share:+.2%} +- {self.change.error:.2%}), "
-            f"rerouted {self.rerouted:.1%}, queue variance {self.queue.variance:.2f} ({self.variance:+.0%}), longest {self.queue.longest:.2f}, "
-            f"its variance {self.queue.longest_variance:.2f} ({self.longest_variance:+.0%}), active {self.queue.active:.2f}, {self.seconds:.1f} s"
+            f"rerouted {self.rerouted:.1%}, queue variance {queue.variance:.2f} ({self.variance:+.0%}), longest {queue.longest:.2f}, "
+            f"its variance {queue.longest_variance:.2f} ({self.longest_variance:+.0%}), active {queue.active:.2f}, {self.seconds:.1f} s"
         )
 
 
@@ -151,7 +152,8 @@ class Judge:
         rows = zip(traffic.tokens.tolist(), traffic.targets.tolist(), traffic.positions.tolist(), strict=True)
         for step, (tokens, targets, positions) in enumerate(rows):
             work = [
-                SeqWork(tokens=(tokens[i],), start=positions[i], blocks=blocks[i], n_logits=1, targets=(targets[i],)) for i in range(streams)
+                SeqWork(tokens=(token,), start=position, blocks=part, n_logits=1, targets=(target,))
+                for token, target, position, part in zip(tokens, targets, positions, blocks, strict=True)
             ]
             results, _ = self.session.step(work)
             for stream, result in enumerate(results):

@@ -13,7 +13,8 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class QueueStats:
-    """Over all steps. Variances are those over the steps (and experts) of one layer, averaged over layers: that layers differ is no fluctuation."""
+    """Over all steps. A variance is that over the steps (and experts) of one layer, averaged over layers: that layers differ is no
+    fluctuation."""
 
     mean: float  # tokens an expert gets in a step
     variance: float  # of that, about the mean of all experts

@@ -89,7 +89,7 @@ def make_traffic(name: str, texts: Texts, *, streams: int = STREAMS, steps: int 
     if name not in names(texts):
         raise BenchError(f"no traffic {name!r}: one of {', '.join(names(texts))}")
     if name == MIXED:
-        phases: list[Sequence[str]] = [kinds]
+        phases: Sequence[Sequence[str]] = [kinds]
     elif name == SHIFTING:
         phases = [(kind,) for kind in kinds] * ROUNDS
     else:
