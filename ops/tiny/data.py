@@ -18,11 +18,12 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from ops.tiny.schedule import BOS_ID
 from ops.tiny.splits import KINDS, TEST, VALIDATION, split_of
 
 VOCAB = 4096
 BOS, EOS = "<s>", "</s>"
-BOS_ID, EOS_ID = 0, 1
+EOS_ID = 1
 EXCERPT = 50_000  # characters of each kind's test part that are shipped
 SPLITS = ("train", "validation", "test")
 

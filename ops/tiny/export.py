@@ -14,8 +14,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ops.tiny.data import BOS_ID, EOS_ID
+from ops.tiny.data import EOS_ID
 from ops.tiny.model import Shape
+from ops.tiny.schedule import BOS_ID
 
 TEXTS = "the King James Bible (public domain), Shakespeare's works (CC-BY-2.5) and Python's standard library (PSF-2.0)"
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"

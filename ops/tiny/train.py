@@ -22,13 +22,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from ops.tiny.model import Shape, TinyMoE, balance_loss
+from ops.tiny.schedule import BOS_ID, PEAK_RATE, SHORT, Tokens, batch, context_at, load_tokens, rate
 from ops.tiny.splits import KINDS
 
-BOS_ID = 0
-STEP_TOKENS = 4096
-PEAK_RATE, LAST_RATE, WARMUP_STEPS = 2e-3, 0.02, 100  # LAST_RATE: share of the peak at the end of the cosine
 WEIGHT_DECAY, CLIP, AUXILIARY = 0.1, 1.0, 0.01
-SHORT, LONG, LONG_FROM = 512, 1024, 0.8  # context, and the share of the steps after which it is the longer one
 LOG_EVERY, CHECKPOINT_EVERY = 10, 250
 VALIDATION_WINDOWS = 12  # of each kind, SHORT tokens each, spread over the text
 COLUMNS = ("step", "rate", "loss", *KINDS, "balance", "seconds", *(f"validation_{kind}" for kind in KINDS))
@@ -46,38 +43,6 @@ class Stopped:
         self.yes = True
 
 
-def load_tokens(data: Path, split: str) -> dict[str, np.ndarray]:
-    return {kind: np.load(data / f"{split}-{kind}.npy") for kind in KINDS}
-
-
-def batch(tokens: dict[str, np.ndarray], *, step: int, seed: int, context: int) -> tuple[Tensor, list[str]]:
-    """Windows [rows, context + 1] and their kinds, which take turns, so that all get equally much. Every second window starts with `<s>`
-    in place of its first token, as prompts do."""
-    random = np.random.default_rng((seed, step))
-    rows, kinds = [], []
-    for row in range(STEP_TOKENS // context):
-        serial = step * (STEP_TOKENS // context) + row
-        kind = KINDS[serial % len(KINDS)]
-        start = int(random.integers(len(tokens[kind]) - context - 1))
-        window = tokens[kind][start : start + context + 1].astype(np.int64)
-        if random.random() < 0.5:
-            window[0] = BOS_ID
-        rows.append(window)
-        kinds.append(kind)
-    return torch.from_numpy(np.stack(rows)), kinds
-
-
-def rate(step: int, *, steps: int, finish: tuple[int, int] | None) -> float:
-    """Learning rate of a step: warm-up, cosine; `finish` (from, to) ends it linearly instead."""
-    if finish is not None and step >= finish[0]:
-        begin, end = finish
-        return rate(begin, steps=steps, finish=None) * max(0.0, 1 - (step - begin) / max(1, end - begin))
-    if step < WARMUP_STEPS:
-        return PEAK_RATE * (step + 1) / WARMUP_STEPS
-    done = min(1.0, (step - WARMUP_STEPS) / max(1, steps - WARMUP_STEPS))
-    return PEAK_RATE * (LAST_RATE + (1 - LAST_RATE) * 0.5 * (1 + math.cos(math.pi * done)))
-
-
 def losses(model: TinyMoE, windows: Tensor) -> tuple[Tensor, Tensor]:
     """Cross entropy of every row, and the balance loss averaged over the layers."""
     logits, routes = model(windows[:, :-1])
@@ -87,7 +52,7 @@ def losses(model: TinyMoE, windows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def validate(model: TinyMoE, tokens: dict[str, np.ndarray]) -> dict[str, float]:
+def validate(model: TinyMoE, tokens: Tokens) -> dict[str, float]:
     """Mean loss of each kind on windows that begin with `<s>`."""
     found = {}
     for kind, ids in tokens.items():
@@ -142,11 +107,11 @@ def train(options: argparse.Namespace) -> None:
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters; steps {begin} to {end}", flush=True)
     window = Window()
     for step in range(begin, end):
-        context = LONG if step >= LONG_FROM * options.steps or finish else SHORT
-        windows, kinds = batch(tokens, step=step, seed=options.seed, context=context)
+        context = context_at(step, steps=options.steps, finishing=finish is not None)
+        rows, kinds = batch(tokens, step=step, seed=options.seed, context=context)
         for group in optimizer.param_groups:
             group["lr"] = rate(step, steps=options.steps, finish=finish)
-        entropy, balance = losses(model, windows)
+        entropy, balance = losses(model, torch.from_numpy(rows))
         (entropy.mean() + AUXILIARY * balance).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
