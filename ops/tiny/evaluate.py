@@ -73,6 +73,7 @@ def trace_checkpoint(path: Path, tokenizer: Tokenizer, texts: dict[str, str], *,
 
     model = TinyMoE(Shape())
     model.load_state_dict(torch.load(path, weights_only=True, map_location="cpu")["model"])
+    model.eval()
     found = {}
     for kind, text in texts.items():
         logprobs, experts, gates = [], [], []

@@ -55,11 +55,13 @@ def losses(model: TinyMoE, windows: Tensor) -> tuple[Tensor, Tensor]:
 def validate(model: TinyMoE, tokens: Tokens) -> dict[str, float]:
     """Mean loss of each kind on windows that begin with `<s>`."""
     found = {}
+    model.eval()
     for kind, ids in tokens.items():
         starts = np.linspace(0, len(ids) - SHORT - 1, VALIDATION_WINDOWS).astype(int)
         windows = np.stack([ids[start : start + SHORT + 1].astype(np.int64) for start in starts])
         windows[:, 0] = BOS_ID
         found[kind] = float(losses(model, torch.from_numpy(windows))[0].mean())
+    model.train()
     return found
 
 
