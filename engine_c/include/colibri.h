@@ -138,6 +138,41 @@ COLIBRI_API void colibri_model_close(colibri_model *model);
 /* Valid until the model is closed. Any thread. */
 COLIBRI_API const colibri_model_info *colibri_model_get_info(const colibri_model *model);
 
+/* ---------------------------------------------------------------- router: gate logits to experts and weights */
+
+#define COLIBRI_MAX_EXPERTS 1024
+#define COLIBRI_MAX_TOP_K 64
+
+enum colibri_router_score { COLIBRI_SCORE_SOFTMAX_ALL = 0, COLIBRI_SCORE_SIGMOID = 1, COLIBRI_SCORE_SQRT_SOFTPLUS = 2, COLIBRI_SCORE_LOGITS = 3 };
+enum colibri_router_weight {
+  COLIBRI_WEIGHT_SOFTMAX_CHOSEN = 0, /* softmax over the chosen experts' logits */
+  COLIBRI_WEIGHT_SCORE = 1,          /* the chosen expert's score, without selection bias */
+  COLIBRI_WEIGHT_SPARSEMIXER = 2,    /* softmax over the logits near the chosen one's, those chosen before it left out */
+  COLIBRI_WEIGHT_SIGMOID_CHOSEN = 3  /* sigmoid of the chosen expert's logit */
+};
+enum colibri_router_group_metric { COLIBRI_GROUP_BY_MAX = 0, COLIBRI_GROUP_BY_SUM_TOP2 = 1 };
+enum colibri_router_group_mask { COLIBRI_GROUP_MASK_ZERO = 0, COLIBRI_GROUP_MASK_MINUS_INF = 1 };
+enum colibri_router_renorm { COLIBRI_RENORM_NONE = 0, COLIBRI_RENORM_SUM = 1 };
+enum colibri_router_eps { COLIBRI_EPS_ADD = 0, COLIBRI_EPS_CLAMP = 1 };
+enum colibri_router_apply { COLIBRI_APPLY_OUTPUT = 0, COLIBRI_APPLY_INPUT = 1 };
+enum colibri_router_input { COLIBRI_ROUTER_NORMED = 0, COLIBRI_ROUTER_RESIDUAL = 1 };
+
+/* How gate logits become experts and weights, for every family (docs/container.md, "Router"). Zero is each field's plainest value, but for
+ * experts, k and scale. */
+typedef struct colibri_router_desc {
+  int32_t experts, k;      /* 1 <= k <= experts <= COLIBRI_MAX_EXPERTS, k <= COLIBRI_MAX_TOP_K */
+  int32_t score, weight;   /* enums above */
+  int32_t n_group;         /* groups of experts / n_group neighbours, of which topk_group are kept; 0 or 1: none */
+  int32_t topk_group;
+  int32_t group_metric, group_mask;
+  int32_t renorm;          /* weights divided by their sum */
+  int32_t renorm_way;      /* enum colibri_router_eps: renorm_eps is added to the sum, or is what the sum is at least */
+  int32_t apply_at, input; /* what the weight multiplies; what the gate reads: for the engine's own steps */
+  float renorm_eps;
+  float scale;             /* applied last */
+  float jitter_eps;        /* sparsemixer */
+} colibri_router_desc;
+
 /* ---------------------------------------------------------------- session: the front end's side of a team */
 
 typedef struct colibri_session colibri_session;

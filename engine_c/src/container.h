@@ -7,7 +7,6 @@
 
 /* Limits of a model this engine opens: generous, and small enough that no product of two of them leaves int64. */
 #define COLIBRI_MAX_LAYERS 1024
-#define COLIBRI_MAX_EXPERTS 1024
 
 /* One row of the tensor table, or one blob. Strings point into the descriptor. */
 typedef struct colibri_entry {

@@ -17,7 +17,6 @@
 
 #define COLIBRI_PANEL 32  /* rows of a panel */
 #define COLIBRI_GROUP 32  /* columns of a block; also the activation quantisation group */
-#define COLIBRI_MAX_TOP_K 64
 
 /* Bytes of one 32 x 32 block. */
 static inline int64_t colibri_block_bytes(int format) {

@@ -18,25 +18,24 @@ typedef struct colibri_expert {
   colibri_matrix down;     /* [hidden, ffn] */
 } colibri_expert;
 
+typedef colibri_router_desc colibri_router;
+
+/* A router's vectors in one layer, [experts]; NULL: none. */
+typedef struct colibri_router_layer {
+  const float *bias;         /* of the logits: the gate adds it */
+  const float *select_bias;  /* of the scores in selection only */
+  const float *expert_scale; /* of the weights */
+} colibri_router_layer;
+
 typedef struct colibri_layer {
   const float *attn_norm, *ffn_norm;  /* [hidden] */
   const float *qkv_bias;              /* [(heads + 2 kv_heads) head_dim] or NULL */
   const float *q_norm, *k_norm;       /* [head_dim] or NULL */
   const float *router;                /* [experts, hidden] or NULL: expert 0, weight 1 */
-  const float *router_bias;           /* [experts] or NULL */
+  colibri_router_layer route;         /* what else its router has */
   colibri_matrix qkv, o;
   const colibri_expert *experts;      /* [experts] */
 } colibri_layer;
-
-enum colibri_router_score { COLIBRI_SCORE_SOFTMAX_ALL = 0 };
-enum colibri_router_weight { COLIBRI_WEIGHT_SOFTMAX_CHOSEN = 0, COLIBRI_WEIGHT_SCORE = 1 };
-
-/* How gate logits become experts and weights (docs/container.md, "router"). */
-typedef struct colibri_router {
-  int32_t score, weight;   /* enums above */
-  int32_t k, experts;
-  float scale;             /* applied last */
-} colibri_router;
 
 /* Bytes of the container up to `end`, from the end of the extent before, lie on `node`; -1: on none in particular. */
 typedef struct colibri_extent {

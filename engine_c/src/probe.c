@@ -359,7 +359,8 @@ int colibri_probe_route(const colibri_route_probe *wish, colibri_probe *out, col
   if (k < 1 || k > COLIBRI_MAX_TOP_K || experts < k || experts > 4096 || n < 1 || n > 4096 || hidden < 0 || hidden > 65536 || wish->calls < 1)
     return colibri_fail(err, COLIBRI_EINVAL, "cannot probe a router of top %d of %d experts, %d tokens, hidden %d", k, experts, n, hidden);
   const colibri_kernels *kernels = colibri_kernels_get();
-  colibri_router router = {COLIBRI_SCORE_SOFTMAX_ALL, COLIBRI_WEIGHT_SOFTMAX_CHOSEN, k, experts, 1};
+  colibri_router router = {.k = k, .experts = experts, .scale = 1};
+  colibri_router_layer layer = {0};
   size_t logits = (size_t)n * (size_t)experts, gate = (size_t)hidden * (size_t)(experts + n), picks = (size_t)n * (size_t)k;
   float *z = malloc((logits + gate + picks) * sizeof *z), *w = z + logits, *x = w + (size_t)hidden * (size_t)experts, *weights = z + logits + gate;
   int32_t *ids = malloc(picks * sizeof *ids);
@@ -373,7 +374,7 @@ int colibri_probe_route(const colibri_route_probe *wish, colibri_probe *out, col
   out->begin_ns = now_ns();
   for (int call = 0; call < wish->calls; call++) {
     for (int t = 0; t < n && hidden; t++) kernels->gate(w, NULL, experts, hidden, x + (size_t)t * (size_t)hidden, z + (size_t)t * (size_t)experts);
-    colibri_route(&router, kernels, z, experts, n, ids, weights, bad);
+    colibri_route(&router, &layer, kernels, z, experts, n, ids, weights, bad);
   }
   out->end_ns = now_ns();
   out->work = (uint64_t)n * (uint64_t)wish->calls;

@@ -38,9 +38,15 @@ static void normalise_over_all(const colibri_router *r, const colibri_kernels *k
   }
 }
 
-/* The weights [n, k] of n tokens' experts, ids [n, k]. Top 8 is the common one. */
-static void weigh(const colibri_router *r, const colibri_kernels *kernels, const float *z, int ld, int n, const int32_t *ids,
-                  const uint8_t *bad, float *weights) {
+static void apply_scale(const colibri_router *r, int n, float *weights) {
+  if (r->scale != 1.0f)
+    for (int64_t i = 0; i < (int64_t)n * r->k; i++) weights[i] *= r->scale;
+}
+
+/* Top 8 is the common one. */
+void colibri_route_weigh(const colibri_router *r, const colibri_router_layer *layer, const colibri_kernels *kernels, const float *z, int ld, int n,
+                         const int32_t *ids, const uint8_t *bad, float *weights) {
+  (void)layer;
   if (r->k == 8)
     gather(8, z, ld, n, ids, weights);
   else
@@ -52,6 +58,13 @@ static void weigh(const colibri_router *r, const colibri_kernels *kernels, const
     normalise(8, n, bad, weights);
   else
     normalise(r->k, n, bad, weights);
+  apply_scale(r, n, weights);
+}
+
+void colibri_route_select_scores(const colibri_router *r, const colibri_router_layer *layer, const colibri_kernels *kernels, const float *z, int ld,
+                                 int n, float *scores) {
+  (void)layer, (void)kernels;
+  for (int t = 0; t < n; t++) memcpy(scores + (ptrdiff_t)t * r->experts, z + (ptrdiff_t)t * ld, sizeof *z * (size_t)r->experts);
 }
 
 /* True if the fast path took all tokens; false (nothing promised of the outputs) if one of them holds a NaN or infinity. */
@@ -60,14 +73,13 @@ static bool route_fast(const colibri_router *r, const colibri_kernels *kernels, 
          kernels->top2_softmax(z, ld, r->experts, n, ids, weights) < 0;
 }
 
-void colibri_route(const colibri_router *r, const colibri_kernels *kernels, const float *z, int ld, int n, int32_t *ids, float *weights,
-                   uint8_t *bad) {
+void colibri_route(const colibri_router *r, const colibri_router_layer *layer, const colibri_kernels *kernels, const float *z, int ld, int n,
+                   int32_t *ids, float *weights, uint8_t *bad) {
   if (route_fast(r, kernels, z, ld, n, ids, weights)) {
     memset(bad, 0, (size_t)n);
+    apply_scale(r, n, weights);
   } else {
     kernels->top_k(z, ld, r->experts, n, r->k, ids, bad);
-    weigh(r, kernels, z, ld, n, ids, bad, weights);
+    colibri_route_weigh(r, layer, kernels, z, ld, n, ids, bad, weights);
   }
-  if (r->scale != 1.0f)
-    for (int64_t i = 0; i < (int64_t)n * r->k; i++) weights[i] *= r->scale;
 }

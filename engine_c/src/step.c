@@ -289,7 +289,7 @@ static void route(colibri_session *s, const colibri_batch *b, int layer, int *ro
   float *weights = s->route_weights + at;
   int rerouted = 0;
   if (s->model->layers[layer].router) {
-    colibri_route(&s->model->router, s->env.kernels, s->env.arena.gate, i->experts, s->n_rows, ids, weights, s->route_bad);
+    colibri_route(&s->model->router, &s->model->layers[layer].route, s->env.kernels, s->env.arena.gate, i->experts, s->n_rows, ids, weights, s->route_bad);
     note_bad_rows(s, layer);
     rerouted = damp(s, b, *router_layer, ids, weights);
     ++*router_layer;

@@ -141,7 +141,7 @@ static void prepare_moe(colibri_lane_env *env, const colibri_phase *p, const col
   for (int row = t->a0; row < t->a1; row++) {
     env->kernels->rmsnorm(a->x1 + (int64_t)row * a->dims.hidden_pad, layer->ffn_norm, i->norm_eps, i->hidden, env->vector);
     if (layer->router)
-      env->kernels->gate(layer->router, layer->router_bias, i->experts, i->hidden, env->vector, a->gate + (int64_t)row * i->experts);
+      env->kernels->gate(layer->router, layer->route.bias, i->experts, i->hidden, env->vector, a->gate + (int64_t)row * i->experts);
     prepare_row(env, &layer->experts[0].gate_up, env->vector, a->act_hidden + (int64_t)row * a->dims.hidden_row_bytes, row, p->layer);
   }
 }

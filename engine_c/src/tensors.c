@@ -434,9 +434,9 @@ static int bind_layer(const struct binding *b, int32_t index) {
   if (!rc) rc = fetch_plain(b, base + QKV_BIAS, &l->qkv_bias);
   if (!rc) rc = fetch_plain(b, base + Q_NORM, &l->q_norm);
   if (!rc) rc = fetch_plain(b, base + K_NORM, &l->k_norm);
-  if (!rc) rc = fetch_plain(b, base + ROUTER_BIAS, &l->router_bias);
+  if (!rc) rc = fetch_plain(b, base + ROUTER_BIAS, &l->route.bias);
   if (rc) return rc;
-  if (l->router_bias && !l->router)
+  if (l->route.bias && !l->router)
     return colibri_fail(b->err, COLIBRI_EFORMAT, "tensor layers.%d.router_bias is there but layers.%d.router is missing; convert the model again",
                         index, index);
   b->m->info.router_layers += l->router != NULL;

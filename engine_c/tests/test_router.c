@@ -10,6 +10,8 @@
 #define MAX_E 1024
 #define MAX_N 67
 
+static const colibri_router_layer plain_layer;
+
 static const int expert_counts[] = {1, 2, 3, 5, 7, 8, 16, 17, 60, 64, 128, 256, 1024};
 static const int token_counts[] = {1, 2, 7, 15, 16, 17, 33, MAX_N};
 
@@ -84,12 +86,12 @@ static void compare_token(const char *isa, const colibri_router *r, enum fill fi
 }
 
 static void sweep_one(const char *isa, int experts, int k, int weight, float scale) {
-  colibri_router r = {COLIBRI_SCORE_SOFTMAX_ALL, weight, k, experts, scale};
+  colibri_router r = {.weight = weight, .k = k, .experts = experts, .scale = scale};
   for (int fill = 0; fill < FILLS; fill++) {
     int n = token_counts[check_random() % 8], ld = experts + (int)(check_random() % 4);
     fill_logits(fill, z, ld, experts, n);
     memset(bad, 7, sizeof bad);
-    colibri_route(&r, colibri_kernels_get(), z, ld, n, ids, weights, bad);
+    colibri_route(&r, &plain_layer, colibri_kernels_get(), z, ld, n, ids, weights, bad);
     for (int t = 0; t < n; t++) compare_token(isa, &r, fill, ld, t);
   }
 }
@@ -109,13 +111,13 @@ static void fast_path_has_the_general_paths_bits(const char *isa) {
   static int32_t general_ids[MAX_N * 2];
   for (int experts = 2; experts <= 16; experts++)
     for (int fill = 0; fill < FILLS; fill++) {
-      colibri_router r = {COLIBRI_SCORE_SOFTMAX_ALL, COLIBRI_WEIGHT_SOFTMAX_CHOSEN, 2, experts, 1.0f}, general_r = r;
+      colibri_router r = {.weight = COLIBRI_WEIGHT_SOFTMAX_CHOSEN, .k = 2, .experts = experts, .scale = 1.0f}, general_r = r;
       general_r.experts = 17;
       fill_logits(fill, z, experts, experts, MAX_N);
       for (int t = 0; t < MAX_N; t++)
         for (int e = 0; e < 17; e++) wide[t * 17 + e] = e < experts ? z[t * experts + e] : -FLT_MAX;
-      colibri_route(&r, colibri_kernels_get(), z, experts, MAX_N, ids, weights, bad);
-      colibri_route(&general_r, colibri_kernels_get(), wide, 17, MAX_N, general_ids, general, bad);
+      colibri_route(&r, &plain_layer, colibri_kernels_get(), z, experts, MAX_N, ids, weights, bad);
+      colibri_route(&general_r, &plain_layer, colibri_kernels_get(), wide, 17, MAX_N, general_ids, general, bad);
       CHECK(!memcmp(ids, general_ids, sizeof general_ids), "%s E %d fill %d: other experts", isa, experts, fill);
       CHECK(!memcmp(weights, general, sizeof general), "%s E %d fill %d: other bits", isa, experts, fill);
     }
@@ -128,11 +130,11 @@ static void poison_stays_in_its_row(const char *isa) {
   for (int s = 0; s < 6; s++)
     for (int i = 0; i < 64; i++) {
       int experts = shapes[s][0], k = shapes[s][1], poisoned = i % MAX_N, second = (i * 7 + 3) % MAX_N;
-      colibri_router r = {COLIBRI_SCORE_SOFTMAX_ALL, COLIBRI_WEIGHT_SOFTMAX_CHOSEN, k, experts, 1.0f};
+      colibri_router r = {.weight = COLIBRI_WEIGHT_SOFTMAX_CHOSEN, .k = k, .experts = experts, .scale = 1.0f};
       fill_logits(FILL_NORMAL, z, experts, experts, MAX_N);
       z[poisoned * experts + (int)(check_random() % (unsigned)experts)] = poisons[i % 4];
       z[second * experts + experts - 1] = poisons[(i + 1) % 4];
-      colibri_route(&r, colibri_kernels_get(), z, experts, MAX_N, ids, weights, bad);
+      colibri_route(&r, &plain_layer, colibri_kernels_get(), z, experts, MAX_N, ids, weights, bad);
       for (int t = 0; t < MAX_N; t++) {
         bool want = t == poisoned || t == second;
         CHECK(bad[t] == want, "%s E %d k %d: token %d, poison in %d and %d", isa, experts, k, t, poisoned, second);
@@ -148,14 +150,14 @@ static void rows_are_independent(const char *isa) {
   static const int shapes[][2] = {{8, 2}, {13, 2}, {64, 8}};
   for (int s = 0; s < 3; s++) {
     int experts = shapes[s][0], k = shapes[s][1];
-    colibri_router r = {COLIBRI_SCORE_SOFTMAX_ALL, COLIBRI_WEIGHT_SOFTMAX_CHOSEN, k, experts, 1.0f};
+    colibri_router r = {.weight = COLIBRI_WEIGHT_SOFTMAX_CHOSEN, .k = k, .experts = experts, .scale = 1.0f};
     fill_logits(FILL_NORMAL, z, experts, experts, MAX_N);
-    colibri_route(&r, colibri_kernels_get(), z, experts, MAX_N, ids, weights, bad);
+    colibri_route(&r, &plain_layer, colibri_kernels_get(), z, experts, MAX_N, ids, weights, bad);
     for (int t = 0; t < MAX_N; t++) {
       int32_t one_id[COLIBRI_MAX_TOP_K];
       float one[COLIBRI_MAX_TOP_K];
       uint8_t one_bad;
-      colibri_route(&r, colibri_kernels_get(), z + t * experts, experts, 1, one_id, one, &one_bad);
+      colibri_route(&r, &plain_layer, colibri_kernels_get(), z + t * experts, experts, 1, one_id, one, &one_bad);
       CHECK(!memcmp(one_id, ids + t * k, sizeof *ids * (size_t)k) && !memcmp(one, weights + t * k, sizeof *weights * (size_t)k),
             "%s E %d token %d routed alone differs", isa, experts, t);
     }

@@ -97,7 +97,11 @@ def alive(pids: Sequence[int]) -> list[int]:
 
 def children() -> list[str]:
     """Our child processes, zombies included."""
-    return [f"{child.pid} {child.status()}" for child in psutil.Process().children(recursive=True)]
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended since
+            found.append(f"{child.pid} {child.status()}")
+    return found
 
 
 def descriptors() -> list[str]:

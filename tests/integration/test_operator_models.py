@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -287,8 +288,10 @@ def test_watchers_and_lists_bear_models_that_come_and_go(operated: Operating, mo
     thread = threading.Thread(target=come_and_go)
     thread.start()
     try:
-        seen = set()
-        for _ in range(40):
+        seen: set[str] = set()
+        looks, deadline = 0, time.monotonic() + PATIENCE
+        while looks < 40 or (seen != {"one", "two"} and time.monotonic() < deadline):
+            looks += 1
             seen |= {stats.model for stats in next(watch).models}
             operated.workers()
             operated.stub.Topology(op.TopologyRequest(), timeout=PATIENCE)

@@ -15,8 +15,8 @@ from tests.numa.machine import MACHINES, Machine
 from tests.numa.models import make_model
 from tests.numa.outside import Outside
 
-AHEAD = 1
-"""Machines that run beside the one whose reports are awaited: programs that start keep one CPU of a machine busy, and few of the host's."""
+AT_ONCE = 2
+"""Machines that run: one is busy with starting programs most of the time, which takes one CPU of the host."""
 MACHINE_SECONDS = 1500.0
 """Before a machine is given up, whatever its tests do."""
 
@@ -62,7 +62,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.
         if name is not None:
             item.add_marker(pytest.mark.timeout(0))  # the machine has its own, and a test waits for it to boot
             tests.setdefault(name, []).append(item.nodeid)
-    config.stash[_MACHINES] = {name: Outside(name, ids, timeout=MACHINE_SECONDS) for name, ids in tests.items()}
+    machines: dict[str, Outside] = {}
+
+    def start_more() -> None:
+        for later in machines.values():
+            if later.waiting and sum(other.busy for other in machines.values()) < AT_ONCE:
+                later.start()
+
+    machines.update({name: Outside(name, ids, timeout=MACHINE_SECONDS, meanwhile=start_more) for name, ids in tests.items()})
+    config.stash[_MACHINES] = machines
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -78,11 +86,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
     if name is None:
         return None
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-    machines = item.config.stash[_MACHINES]
-    names = list(machines)
-    for soon in names[names.index(name) :][: 1 + AHEAD]:
-        machines[soon].start()
-    for report in machines[name].reports(item):
+    for report in item.config.stash[_MACHINES][name].reports(item):
         item.ihook.pytest_runtest_logreport(report=report)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
     return True

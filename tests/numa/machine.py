@@ -60,12 +60,17 @@ class Running:
             command = [*_command(machine, job), "-kernel", str(image.kernel), "-initrd", str(image.initrd)]
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
 
+    @property
+    def on(self) -> bool:
+        """Whether it still runs."""
+        return self._process.poll() is None
+
     def running(self) -> bool:
-        """Whether it still runs. MachineError once its time is over."""
-        if self._process.poll() is None and time.monotonic() > self._end:
+        """The same; MachineError once its time is over."""
+        if self.on and time.monotonic() > self._end:
             self.close()
             raise MachineError(f"the virtual machine did not end within {self._timeout:.0f} s\n{self.story()}")
-        return self._process.poll() is None
+        return self.on
 
     def exit_code(self) -> int:
         """The job's exit code, of a machine that has ended. MachineError if it ended before the job did."""
@@ -77,7 +82,7 @@ class Running:
 
     def close(self) -> None:
         """Switches it off if it still runs."""
-        if self._process.poll() is None:
+        if self.on:
             self._process.kill()
         self._process.wait()
 

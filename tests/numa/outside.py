@@ -8,7 +8,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -29,17 +29,29 @@ exec {python} -m pytest -p tests.numa.guest -p no:cacheprovider --timeout={secon
 class Outside:
     """The tests of one machine."""
 
-    def __init__(self, name: str, tests: Sequence[str], *, timeout: float) -> None:
+    def __init__(self, name: str, tests: Sequence[str], *, timeout: float, meanwhile: Callable[[], None]) -> None:
+        """meanwhile: called while reports are awaited."""
         self.name = name
+        self._meanwhile = meanwhile
         self._tests = tests
         self._timeout = timeout
         self._running: Running | None = None
         self._lines: Iterator[dict[str, object]] = iter(())
         self._refusal: MachineError | None = None
 
+    @property
+    def waiting(self) -> bool:
+        """Whether the machine has not been started."""
+        return self._running is None and self._refusal is None
+
+    @property
+    def busy(self) -> bool:
+        """Whether it is switched on."""
+        return self._running is not None and self._running.on
+
     def start(self) -> None:
         """Boots the machine, if it has not been. What goes wrong is told with the first report."""
-        if self._running is None and self._refusal is None:
+        if self.waiting:
             try:
                 self._running = self._boot()
             except MachineError as refusal:
@@ -93,4 +105,5 @@ class Outside:
                             break
                         at += len(line)
                         yield json.loads(line)
+            self._meanwhile()
             time.sleep(0.05)

@@ -120,7 +120,7 @@ class Streams:
             thread.join()
         self._client.close()
 
-    def more(self, count: int = 8) -> None:
+    def more(self, count: int = 6) -> None:
         """Waits until so many more answers have come."""
         wanted = self.answers + count
         until(lambda: self.answers >= wanted or self.failures, f"{count} more answers")

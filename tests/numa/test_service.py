@@ -21,7 +21,7 @@ from tests.numa.teams import greedy, team
 
 pytestmark = pytest.mark.numa("two-nodes", "four-nodes")
 
-TOKENS = 24
+TOKENS = 16
 PROMISED_S = 2.0  # from the front end's death to the last of its processes
 
 
@@ -69,6 +69,7 @@ def test_the_weights_lie_on_the_nodes_and_operators_are_told(server: Server, mac
     assert list(placement.degraded) == []
 
 
+@pytest.mark.numa("four-nodes")
 def test_scaling_from_1_to_3_to_2_workers_a_node_while_streaming_costs_nothing(
     server: Server, machine: Machine, expected: list[tuple[int, ...]]
 ) -> None:
