@@ -254,30 +254,24 @@ static void note_margins(colibri_session *s, const colibri_batch *b, int router_
 }
 
 /* The weights of rows whose experts damping changed, from their undamped scores. */
-static void weigh_changed(colibri_session *s, const int32_t *ids, float *weights) {
+static void weigh_changed(colibri_session *s, int layer, const int32_t *ids, float *weights) {
   const colibri_router *r = &s->model->router;
-  for (int row = 0; row < s->n_rows; row++) {
-    if (!s->changed[row]) continue;
-    const float *z = s->env.arena.gate + (int64_t)row * r->experts;
-    const int32_t *id = ids + (int64_t)row * r->k;
-    float *w = weights + (int64_t)row * r->k, sum = 0;
-    for (int i = 0; i < r->k; i++) w[i] = z[id[i]] - z[id[0]];
-    s->env.kernels->exp(w, r->k);
-    for (int i = 0; i < r->k; i++) sum += w[i];
-    if (r->weight == COLIBRI_WEIGHT_SCORE) sum = s->env.kernels->sum_exp(z, r->experts, z[id[0]]);
-    for (int i = 0; i < r->k; i++) w[i] = w[i] * (1.0f / sum) * r->scale;
-  }
+  for (int64_t row = 0; row < s->n_rows; row++)
+    if (s->changed[row])
+      colibri_route_weigh(r, &s->model->layers[layer].route, s->env.kernels, s->env.arena.gate + row * r->experts, r->experts, 1, ids + row * r->k,
+                          s->route_bad + row, weights + row * r->k);
 }
 
 /* What comes after the router's own choice, if some sequence asks for it. Returns how many rows were changed. */
-static int damp(colibri_session *s, const colibri_batch *b, int router_layer, int32_t *ids, float *weights) {
+static int damp(colibri_session *s, const colibri_batch *b, int layer, int router_layer, int32_t *ids, float *weights) {
+  const colibri_router *r = &s->model->router;
   if (!s->damped && !s->margins) return 0;
-  memcpy(s->scores, s->env.arena.gate, sizeof(float) * (size_t)s->n_rows * (size_t)s->model->info.experts);
+  colibri_route_select_scores(r, &s->model->layers[layer].route, s->env.kernels, s->env.arena.gate, r->experts, s->n_rows, s->scores);
   if (s->margins) note_margins(s, b, router_layer, ids);
   if (!s->damped) return 0;
   colibri_damp_rows rows = {.layer = router_layer, .n_rows = s->n_rows, .scores = s->scores, .bad = s->route_bad, .ids = ids, .changed = s->changed};
   int changed = colibri_damp(&s->damper, b, &rows);
-  if (changed) weigh_changed(s, ids, weights);
+  if (changed) weigh_changed(s, layer, ids, weights);
   return changed;
 }
 
@@ -291,7 +285,7 @@ static void route(colibri_session *s, const colibri_batch *b, int layer, int *ro
   if (s->model->layers[layer].router) {
     colibri_route(&s->model->router, &s->model->layers[layer].route, s->env.kernels, s->env.arena.gate, i->experts, s->n_rows, ids, weights, s->route_bad);
     note_bad_rows(s, layer);
-    rerouted = damp(s, b, *router_layer, ids, weights);
+    rerouted = damp(s, b, layer, *router_layer, ids, weights);
     ++*router_layer;
   } else {
     for (int row = 0; row < s->n_rows; row++) ids[row] = 0, weights[row] = 1.0f;
