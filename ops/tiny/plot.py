@@ -38,7 +38,7 @@ def draw(rows: list[dict[str, float]], out: Path) -> None:
             held_out = [row for row in rows if f"validation_{kind}" in row]
             points = [row[f"validation_{kind}"] for row in held_out]
             panel.plot([row["step"] for row in held_out], points, "o", color=COLOURS[kind], ms=4, label=f"{kind}, held out")
-        panel.set(xlabel="step of 4,096 tokens", ylabel="loss, nats a token")
+        panel.set(xlabel="step of 2,048 tokens", ylabel="loss, nats a token")
         panel.grid(alpha=0.3)
         panel.legend(fontsize=8)
         behind = panel.twinx()

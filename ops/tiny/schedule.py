@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from ops.tiny.splits import KINDS
 
 BOS_ID = 0
-STEP_TOKENS = 4096
-PEAK_RATE, LAST_RATE, WARMUP_STEPS = 2e-3, 0.02, 100  # LAST_RATE: share of the peak at the end of the cosine
+STEP_TOKENS = 2048
+PEAK_RATE, LAST_RATE, WARMUP_STEPS = 1.5e-3, 0.02, 100  # LAST_RATE: share of the peak at the end of the cosine
 SHORT, LONG, LONG_FROM = 512, 1024, 0.8  # context, and the share of the steps after which it is the longer one
 
 Tokens = dict[str, NDArray[np.uint16]]
