@@ -19,7 +19,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_c import KV_BLOCK, KV_FORMATS, LANE_ACTIVE, LANE_READY, Model, SeqWork, Session, SessionOptions, Worker
+from engine_c import KV_BLOCK, KV_FORMATS, LANE_ACTIVE, LANE_READY, Damping, Model, SeqWork, Session, SessionOptions, Worker
 from ops.bench.balance_stats import Change, Floats, QueueStats, change, perplexity, queue_stats, queues, relative
 from ops.bench.balance_traffic import CONTEXT, STREAMS, Traffic
 from ops.bench.measure import BenchError
@@ -98,6 +98,7 @@ class Judge:
                 max_lanes=lanes - 1,
                 hang_ms=0,
                 trace_routes=1,
+                max_slots=streams,
             )
             judge = cls(model, Session(model, options), context=context)
         except BaseException:
@@ -141,7 +142,7 @@ class Judge:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def run(self, traffic: Traffic) -> Outcome:
+    def run(self, traffic: Traffic, damping: Damping | None = None) -> Outcome:
         """Every token of the traffic, one of each stream a step."""
         info, streams = self.model.info, traffic.streams
         blocks = [range(stream * self._blocks, (stream + 1) * self._blocks) for stream in range(streams)]
@@ -152,14 +153,15 @@ class Judge:
         rows = zip(traffic.tokens.tolist(), traffic.targets.tolist(), traffic.positions.tolist(), strict=True)
         for step, (tokens, targets, positions) in enumerate(rows):
             work = [
-                SeqWork(tokens=(token,), start=position, blocks=part, n_logits=1, targets=(target,))
-                for token, target, position, part in zip(tokens, targets, positions, blocks, strict=True)
+                SeqWork((token,), position, part, n_logits=1, targets=(target,), damping=damping, slot=slot)
+                for slot, (token, target, position, part) in enumerate(zip(tokens, targets, positions, blocks, strict=True))
             ]
             results, _ = self.session.step(work)
             for stream, result in enumerate(results):
                 if not result.ok:
                     raise BenchError(f"step {step}, stream {stream}: {result.error}")
                 logprobs[step, stream] = result.rows[0].target_logprob
+                rerouted[step, stream] = result.rerouted
             experts[step] = self.session.routes(streams)[0]
         return Outcome(logprobs, experts, rerouted, time.perf_counter() - begin)
 
@@ -169,10 +171,10 @@ class Judge:
             self._undamped[id(traffic)] = traffic, self.run(traffic)
         return self._undamped[id(traffic)][1]
 
-    def evaluate(self, traffic: Traffic) -> Judgement:
+    def evaluate(self, traffic: Traffic, damping: Damping | None) -> Judgement:
         """Runs the traffic under a policy and compares."""
         base = self.undamped(traffic)
-        return judge_outcome(traffic, self.run(traffic), base, experts=self.model.info.experts)
+        return judge_outcome(traffic, self.run(traffic, damping), base, experts=self.model.info.experts)
 
 
 def judge_outcome(traffic: Traffic, outcome: Outcome, base: Outcome, *, experts: int) -> Judgement:

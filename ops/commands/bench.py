@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ops.commands import bench_peers, bench_system
+from ops.commands import bench_balance, bench_peers, bench_system
 from ops.commands.bench_common import AsJson, Kv, Model, Prompt, Samples, Threads, Workers, bench_config, measure
 from ops.commands.common import human_bytes, parse_ints
 from ops.commands.convert import Quant, check_paths, progress_bar
@@ -28,6 +28,7 @@ def register(app: typer.Typer) -> None:
     group.command("ipc", help="Round trip of a phase between processes; share of a step spent waiting and alone.")(ipc)
     group.command("router", help="Nanoseconds of routing a few tokens, beside torch if told where it is.")(router)
     bench_system.register(group)
+    bench_balance.register(group)
     bench_peers.register(group)
     app.add_typer(group, name="bench")
 
