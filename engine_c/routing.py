@@ -80,8 +80,10 @@ class Telemetry:
     """[layers, experts] steps in which the expert had a token."""
     steps: npt.NDArray[np.uint64]
     rows: npt.NDArray[np.uint64]
+    row_squares: npt.NDArray[np.uint64]
+    """[layers], as all that follow but runs: sum over steps of the number of rows squared."""
     queue_squares: npt.NDArray[np.uint64]
-    """[layers], as all that follow but runs: sum over steps and experts of the queue's length squared."""
+    """Sum over steps and experts of the queue's length squared."""
     queue_longest: npt.NDArray[np.uint64]
     """Sum over steps of the longest queue's length."""
     longest_squares: npt.NDArray[np.uint64]

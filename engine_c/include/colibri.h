@@ -366,6 +366,7 @@ typedef struct colibri_telemetry {
   uint64_t *tokens;          /* [layers, experts] */
   uint64_t *active;          /* [layers, experts] steps in which the expert had a token */
   uint64_t *steps, *rows;    /* [layers] */
+  uint64_t *row_squares;     /* [layers] sum over steps of the rows' number squared: tells what queues owe to steps of different size */
   uint64_t *queue_squares;   /* [layers] sum over steps and experts of the queue's length squared */
   uint64_t *queue_longest;   /* [layers] sum over steps of the longest queue's length */
   uint64_t *longest_squares; /* [layers] sum over steps of that squared */

@@ -8,10 +8,10 @@
 
 /* Where the arrays are in colibri_telemetry, and how many values a layer has in each. */
 typedef struct part { uint64_t **at; int64_t per_layer; } part;
-#define PARTS 12
+#define PARTS 13
 
 static void list_parts(colibri_telemetry *t, int experts, part *parts) {
-  part all[PARTS] = {{&t->tokens, experts},    {&t->active, experts},       {&t->steps, 1},          {&t->rows, 1},     {&t->queue_squares, 1}, {&t->queue_longest, 1},
+  part all[PARTS] = {{&t->tokens, experts},    {&t->active, experts},       {&t->steps, 1},          {&t->rows, 1},     {&t->row_squares, 1}, {&t->queue_squares, 1}, {&t->queue_longest, 1},
                      {&t->longest_squares, 1}, {&t->queue_max, 1},          {&t->active_experts, 1}, {&t->rerouted, 1}, {&t->repeats, 1},       {&t->runs, COLIBRI_RUN_BUCKETS}};
   memcpy(parts, all, sizeof all);
 }
@@ -70,6 +70,7 @@ void colibri_counts_queues(colibri_counts *c, int layer, const int32_t *queue, i
     longest = n > longest ? n : longest;
   }
   add(&c->all.steps[layer], 1), add(&c->all.rows[layer], (uint64_t)rows);
+  add(&c->all.row_squares[layer], (uint64_t)rows * (uint64_t)rows);
   add(&c->all.queue_squares[layer], squares);
   add(&c->all.queue_longest[layer], longest), add(&c->all.longest_squares[layer], longest * longest);
   if (longest > c->all.queue_max[layer]) __atomic_store_n(&c->all.queue_max[layer], longest, __ATOMIC_RELAXED);
