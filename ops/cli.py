@@ -13,7 +13,23 @@ from typing import Annotated
 
 import typer
 
-from ops.commands import bench, chat, convert, generate, health, inspect, logits, models_admin, serve, top, verify, version, workers
+from ops.commands import (
+    bench,
+    chat,
+    convert,
+    generate,
+    health,
+    inspect,
+    logits,
+    models_admin,
+    route,
+    routing,
+    serve,
+    top,
+    verify,
+    version,
+    workers,
+)
 from ops.commands.common import USAGE, describe_failure
 
 app = typer.Typer(
@@ -40,7 +56,7 @@ def root(
         raise typer.Exit(USAGE)
 
 
-for module in (serve, generate, chat, top, workers, models_admin, convert, inspect, verify, logits, bench, health, version):
+for module in (serve, generate, chat, route, top, workers, routing, models_admin, convert, inspect, verify, logits, bench, health, version):
     module.register(app)
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -20,6 +21,7 @@ _VERSION = 1
 _BYTE_ORDER = 0x01020304
 _MAX_DESCRIPTOR = 64 << 20
 _MAX_BLOB = 256 << 20
+_ROUTER = re.compile(r"layers\.(\d+)\.router")
 
 
 class ArtifactError(ConfigError):
@@ -54,6 +56,7 @@ class Artifact:
     licence: str = ""
     tokenizer: bytes | None = None
     chat_template: str | None = None
+    routed_layers: tuple[int, ...] = ()  # numbers of the layers that have a router, ascending
 
 
 def read_artifact(path: str | os.PathLike[str]) -> Artifact:
@@ -94,6 +97,7 @@ def _read(path: Path, file: BinaryIO) -> Artifact:
         licence=str(provenance.get("licence") or ""),
         tokenizer=_read_blob(path, file, blobs, "tokenizer.json"),
         chat_template=None if template is None else template.decode(),
+        routed_layers=_read_routed_layers(descriptor.get("tensors", ())),
     )
 
 
@@ -136,6 +140,13 @@ def _read_at(path: Path, file: BinaryIO, offset: int, length: int) -> bytes:
     if len(data) != length:
         raise ArtifactError(f"{path}: truncated: {length} bytes wanted at offset {offset}, {len(data)} there")
     return data
+
+
+def _read_routed_layers(tensors: object) -> tuple[int, ...]:
+    if not isinstance(tensors, Sequence):
+        raise TypeError("tensors is no list")
+    routers = [_ROUTER.fullmatch(str(tensor["name"])) for tensor in tensors]
+    return tuple(sorted(int(match[1]) for match in routers if match))
 
 
 def _read_generation(raw: object) -> Generation:

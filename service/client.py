@@ -1,4 +1,4 @@
-"""A thin synchronous client of colibri.v1.Inference."""
+"""A thin synchronous client of colibri.v1.Inference and colibri.v1.Experts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Self
 
 import grpc
 
-from colibri.v1 import inference_pb2 as pb, inference_pb2_grpc
+from colibri.v1 import experts_pb2, experts_pb2_grpc, inference_pb2 as pb, inference_pb2_grpc
 
 Message = tuple[str, str] | Mapping[str, str]
 _OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1), ("grpc.keepalive_time_ms", 30_000)]
@@ -49,6 +49,7 @@ def generate_request(
     ignore_eos: bool | None = None,
     top_logprobs: int | None = None,
     stream: bool | None = None,
+    routing: pb.RoutingPolicy | None = None,
 ) -> pb.GenerateRequest:
     """A GenerateRequest from plain values; None leaves a field unset. Exactly one of text, tokens and messages."""
     return pb.GenerateRequest(
@@ -63,6 +64,27 @@ def generate_request(
         max_tokens=max_tokens,
         top_logprobs=top_logprobs,
         stream=stream,
+        routing=routing,
+    )
+
+
+def route_request(
+    text: str | None = None,
+    *,
+    tokens: Sequence[int] | None = None,
+    messages: Sequence[Message] | None = None,
+    model: str = "",
+    layers: Sequence[int] = (),
+    routing: pb.RoutingPolicy | None = None,
+) -> experts_pb2.RouteRequest:
+    """A RouteRequest from plain values. Exactly one of text, tokens and messages."""
+    return experts_pb2.RouteRequest(
+        model=model,
+        text=text,
+        tokens=None if tokens is None else pb.TokenIds(ids=tokens),
+        chat=None if messages is None else chat(messages),
+        layers=layers,
+        routing=routing,
     )
 
 
@@ -74,6 +96,7 @@ class Client:
         self.timeout = timeout
         self.channel = grpc.insecure_channel(target, options=_OPTIONS)
         self.stub = inference_pb2_grpc.InferenceStub(self.channel)
+        self.experts = experts_pb2_grpc.ExpertsStub(self.channel)
 
     def __enter__(self) -> Self:
         return self
@@ -116,10 +139,22 @@ class Client:
                 logprobs += event.logprobs
         return Completion("".join(text), tuple(tokens), tuple(logprobs), finish)
 
-    def score(self, text: str | None = None, *, tokens: Sequence[int] | None = None, top_logprobs: int | None = None) -> pb.ScoreResponse:
+    def score(
+        self,
+        text: str | None = None,
+        *,
+        tokens: Sequence[int] | None = None,
+        top_logprobs: int | None = None,
+        routing: pb.RoutingPolicy | None = None,
+    ) -> pb.ScoreResponse:
         """Log-probabilities of a text's tokens."""
         ids = None if tokens is None else pb.TokenIds(ids=tokens)
-        return self.stub.Score(pb.ScoreRequest(text=text, tokens=ids, top_logprobs=top_logprobs), timeout=self.timeout)
+        request = pb.ScoreRequest(text=text, tokens=ids, top_logprobs=top_logprobs, routing=routing)
+        return self.stub.Score(request, timeout=self.timeout)
+
+    def route(self, request: experts_pb2.RouteRequest, *, timeout: float | None = None) -> experts_pb2.RouteResponse:
+        """The experts of a text's tokens. See route_request."""
+        return self.experts.Route(request, timeout=self.timeout if timeout is None else timeout)
 
     def tokenize(self, text: str, *, add_special_tokens: bool | None = None) -> list[int]:
         """Token ids of a text."""

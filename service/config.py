@@ -10,7 +10,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
+from engine_c import Damping
 from engine_c.structs import KV_FORMATS
+from service.damping import DampingError, parse_damping
 
 _PREFIX = "COLIBRI_"
 _OTHERS = ("CACHE", "ISA")  # read by cache_dir and by the engine
@@ -60,6 +62,9 @@ class ServeConfig:
     spin_us: int = 50  # a lane spins this long before it sleeps
     hang_ms: int = 1000  # a worker that holds a task longer is killed; 0: never
 
+    damping: str = "off"  # of requests with neither a routing policy nor a seed: off, heat, capacity, reuse; numbers: "heat,margin=0.5"
+    damping_scope: str = ""  # what it looks at together: a "sequence" or the "batch"; empty: the sequence, for reuse the batch
+
     prefill_seconds: float = 0.25  # what a chunk of a prompt may hold answers up that are under way; 0: no limit but max_rows
     max_queue: int = 256  # requests that may wait
     max_queue_tokens: int = 1 << 18  # prompt tokens that may wait
@@ -78,6 +83,7 @@ class ServeConfig:
     def __post_init__(self) -> None:
         self._check_numbers()
         self._check_choices()
+        _ = self.default_damping
         if self.max_rows < self.max_seqs:
             raise ConfigError(f"max_rows is {self.max_rows}, less than max_seqs {self.max_seqs}: every sequence of a step needs a row")
         if self.logit_rows < self.max_seqs or self.logit_rows > self.max_rows:
@@ -114,6 +120,15 @@ class ServeConfig:
     def rpcs(self) -> int:
         """max_rpcs, planned if not set."""
         return self.max_queue + self.max_seqs + 1024 if self.max_rpcs is None else self.max_rpcs
+
+    @property
+    def default_damping(self) -> Damping | None:
+        """damping and damping_scope in one. Raises ConfigError."""
+        try:
+            return parse_damping(self.damping, scope=self.damping_scope)
+        except DampingError as error:
+            setting = "damping_scope" if error.name == "scope" else "damping" if error.name == "damping" else f"damping: {error.name}"
+            raise ConfigError(f"{setting} {error.sentence}") from error
 
     @property
     def address(self) -> str:

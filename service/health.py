@@ -1,5 +1,5 @@
 """grpc.health.v1. "" is liveness: this process answers. "colibri.v1.Inference" is readiness: a request sent now would be computed.
-"colibri.v1.Inference/NAME" is the same of one model, by name."""
+"colibri.v1.Inference/NAME" is the same of one model, by name. "colibri.v1.Experts" goes with it: the same models compute for both."""
 
 from __future__ import annotations
 

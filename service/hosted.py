@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Self
 
 from colibri.v1 import inference_pb2 as pb
-from engine_c import KV_BLOCK, LANE_ACTIVE, LANE_READY
+from engine_c import KV_BLOCK, LANE_ACTIVE, LANE_READY, Damping
 from service.artifact import Artifact
 from service.blocks import BlockPool
 from service.config import ServeConfig
@@ -23,6 +23,7 @@ from service.engine import EngineThread
 from service.health import can_serve
 from service.metrics import Metrics, Snapshot
 from service.plan import Limits
+from service.routing import policy_message
 from service.scheduler import Scheduler
 from service.served import ServedModel, load_texts, make_served
 from workers.lifecycle import State as WorkerState
@@ -68,6 +69,7 @@ class Hosted:
         )
         self.desk = Desk(self.engine, stream_limit=config.stream_buffer_tokens, stream_patience=config.stream_patience)
         self.loaded_at = time.monotonic()
+        self.damping = _default_damping(config, model)  # of requests that name neither a policy nor a seed
         self.state = ModelState.LOADING
         self.closing = False  # from here on the team must not be touched
         self.changes = asyncio.Lock()  # of the workers: one after the other
@@ -130,6 +132,7 @@ class Hosted:
         """As GetModel tells it."""
         described = self.model.describe()
         described.is_default = self.state is ModelState.SERVING
+        described.routing_default.CopyFrom(policy_message(self.damping))
         return described
 
     @contextmanager
@@ -191,6 +194,14 @@ class Hosted:
         return ends[0] if ends else "no worker has joined"
 
 
+def _default_damping(config: ServeConfig, model: ServedModel) -> Damping | None:
+    damping = config.default_damping
+    if damping is not None and not model.info.router_layers:
+        log.warning("model %s has no router: damping %s is not for it", model.name, damping.kind)
+        return None
+    return damping
+
+
 def _scheduler(team: Team, config: ServeConfig) -> Scheduler:
     options = team.session.options
     limits = Limits(
@@ -200,5 +211,7 @@ def _scheduler(team: Team, config: ServeConfig) -> Scheduler:
         max_queue=config.max_queue,
         max_queue_tokens=config.max_queue_tokens,
         prefill_seconds=config.prefill_seconds,
+        max_slots=options.max_slots,
+        router_layers=team.model.info.router_layers,
     )
     return Scheduler(limits, BlockPool(options.kv_blocks))

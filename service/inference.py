@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-import logging
 import time
-import uuid
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
@@ -18,58 +13,20 @@ import grpc.aio
 from colibri.v1 import inference_pb2 as pb, inference_pb2_grpc
 from engine_c import GREEDY, RowResult
 from service.answer import Answer
-from service.errors import Refusal, refusal
-from service.faults import EngineFault, Fault, InvalidField, ShutDown, WorkersLost
+from service.calls import Call, Calls, Context, aside, deadline, read_prompt
+from service.faults import EngineFault, InvalidField, ShutDown, WorkersLost
 from service.hosted import Hosted
-from service.messages import Narrator, score_response, timings
+from service.messages import Narrator, score_response
 from service.metrics import ModelMetrics
 from service.models import ModelHost
 from service.params import read_max_tokens, read_sampling, read_stops, read_stream_interval, read_top_logprobs
 from service.request import Request
+from service.routing import choose_damping
 from service.served import Prompt, ServedModel
 from service.streams import Stream, Writer
 from service.telling import Teller
 
-log = logging.getLogger("colibri.service")
-_Response = TypeVar("_Response")
-_Result = TypeVar("_Result")
-_Context = grpc.aio.ServicerContext[Any, Any]
-_INLINE = 4096  # bytes or tokens that are worked through on the loop; more would hold it up
-_MAX_ID = 128
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
-
-
-@dataclass(slots=True)
-class Call:
-    """A call as it runs: its id, the model that answers it, and the request it led to, if it came that far."""
-
-    id: str
-    hosted: Hosted | None = None
-    request: Request | None = None
-    greeted: bool = False  # initial metadata sent
-
-    async def greet(self, context: _Context) -> None:
-        """Sends the initial metadata, once. Not before the call is accepted: a client retries by itself only what was refused bare."""
-        if not self.greeted:
-            self.greeted = True
-            await context.send_initial_metadata((("x-request-id", self.id),))
-
-    def trailers(self) -> tuple[tuple[str, str], ...]:
-        """The trailing metadata of its answer."""
-        given: tuple[tuple[str, str], ...] = (("x-request-id", self.id),)
-        if self.request is None:
-            return given
-        spent = timings(self.request, now=time.monotonic())
-        times = {"x-queue-ms": spent.queue_ms, "x-prefill-ms": spent.prefill_ms, "x-decode-ms": spent.decode_ms}
-        return given + tuple((name, f"{value:.3f}") for name, value in times.items())
-
-
-def read_request_id(context: _Context) -> str:
-    """The caller's x-request-id if it is fit to be echoed, else a new one."""
-    for key, value in context.invocation_metadata() or ():
-        if key == "x-request-id" and isinstance(value, str) and 0 < len(value) <= _MAX_ID and value.isascii() and value.isprintable():
-            return value
-    return uuid.uuid4().hex
 
 
 def add_inference(servicer: InferenceServicer, server: grpc.aio.Server) -> None:
@@ -86,16 +43,17 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     def __init__(self, host: ModelHost) -> None:
         self._host = host
+        self._calls = Calls(host)
         self._ids = itertools.count()
 
     # ------------------------------------------------------------ Generate
 
-    async def Generate(self, request: pb.GenerateRequest, context: _Context) -> None:
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         """Deltas, then one Finish."""
-        await self._answer(context, request.model, lambda call, hosted: self._generate(request, context, call, hosted))
+        await self._calls.answer(context, request.model, lambda call, hosted: self._generate(request, context, call, hosted))
 
-    async def _generate(self, message: pb.GenerateRequest, context: _Context, call: Call, hosted: Hosted) -> None:
-        narrator = await self._prepare(message, context, hosted.model)
+    async def _generate(self, message: pb.GenerateRequest, context: Context, call: Call, hosted: Hosted) -> None:
+        narrator = await self._prepare(message, context, hosted)
         with hosted.desk.stream(narrator.request) as stream:
             call.request = narrator.request
             await call.greet(context)
@@ -110,13 +68,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         await self._send_finish(narrator, call, context, hosted)
         _observe(narrator, hosted.metrics)
 
-    async def _prepare(self, message: pb.GenerateRequest, context: _Context, model: ServedModel) -> Narrator:
+    async def _prepare(self, message: pb.GenerateRequest, context: Context, hosted: Hosted) -> Narrator:
         """Everything that can be wrong with a request is found here."""
+        model = hosted.model
         bounds = model.bounds
         top_logprobs = read_top_logprobs(message)
         sampling = read_sampling(message.sampling, defaults=bounds.generation, top_logprobs=top_logprobs or 0)
+        damping = choose_damping(message, info=model.info, default=hosted.damping, seeded=message.sampling.HasField("seed"))
         stops = read_stops(message.stop, bounds=bounds, has_tokenizer=model.tokenizer is not None)
-        prompt = await _read_prompt(model, message)
+        prompt = await read_prompt(model, message)
         max_tokens = read_max_tokens(message, prompt_tokens=len(prompt.tokens), field=prompt.field, bounds=bounds)
         request = Request(
             id=f"g{next(self._ids)}",
@@ -124,15 +84,16 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             sampling=sampling,
             max_tokens=max_tokens,
             stop_ids=stops.token_ids,
-            deadline=_deadline(context),
+            deadline=deadline(context),
             interval=read_stream_interval(message),
+            damping=damping,
         )
         skip_special = message.skip_special_tokens if message.HasField("skip_special_tokens") else True
         detokeniser = None if model.tokenizer is None else model.tokenizer.continuation(skip_special=skip_special)
         answer = Answer(detokeniser, stops=stops.strings, include_stop=stops.include_string)
         return Narrator(request, answer, logprobs=top_logprobs is not None, bytes_of=model.token_bytes)
 
-    async def _tell(self, narrator: Narrator, stream: Stream, context: _Context, metrics: ModelMetrics, *, streaming: bool) -> None:
+    async def _tell(self, narrator: Narrator, stream: Stream, context: Context, metrics: ModelMetrics, *, streaming: bool) -> None:
         async with Teller(narrator, stream, Writer(context.write), metrics, streaming=streaming) as teller:
             await teller.ended()
         if (delta := narrator.take_delta()) is not None:
@@ -140,20 +101,22 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         if narrator.fault is not None:
             raise narrator.fault
 
-    async def _send_finish(self, narrator: Narrator, call: Call, context: _Context, hosted: Hosted) -> None:
+    async def _send_finish(self, narrator: Narrator, call: Call, context: Context, hosted: Hosted) -> None:
         await context.write(narrator.finish(model=hosted.name, request_id=call.id, now=time.monotonic()))
 
     # ------------------------------------------------------------ Score and the rest
 
-    async def Score(self, request: pb.ScoreRequest, context: _Context) -> pb.ScoreResponse:
+    async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:
         """Log-probabilities of given tokens."""
-        return await self._answer(context, request.model, lambda call, hosted: self._score(request, context, call, hosted))
+        return await self._calls.answer(context, request.model, lambda call, hosted: self._score(request, context, call, hosted))
 
-    async def _score(self, message: pb.ScoreRequest, context: _Context, call: Call, hosted: Hosted) -> pb.ScoreResponse:
+    async def _score(self, message: pb.ScoreRequest, context: Context, call: Call, hosted: Hosted) -> pb.ScoreResponse:
         sampling = replace(GREEDY, top_logprobs=read_top_logprobs(message) or 0)
-        prompt = await _read_prompt(hosted.model, message)
+        damping = choose_damping(message, info=hosted.model.info)
+        prompt = await read_prompt(hosted.model, message)
         _check_score(prompt, hosted.model.bounds.max_context)
-        request = Request(f"s{next(self._ids)}", tuple(prompt.tokens), sampling, deadline=_deadline(context), score=True)
+        name = f"s{next(self._ids)}"
+        request = Request(name, tuple(prompt.tokens), sampling, deadline=deadline(context), score=True, damping=damping)
         rows: list[RowResult] = []
         with hosted.desk.stream(request) as stream:
             call.request = request
@@ -161,81 +124,47 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 for update in await stream.take():
                     if update.fault is not None:
                         raise update.fault
-                    rows += update.rows
+                    rows[update.start :] = update.rows  # one that was preempted begins anew
         hosted.metrics.count_tokens(prompt=len(request.prompt), generated=0)
         ended = time.monotonic()
         tell = partial(score_response, request, rows, model=hosted.name, bytes_of=hosted.model.token_bytes, now=ended)
-        return await _aside(len(rows) * (1 + sampling.top_logprobs), tell)
+        return await aside(len(rows) * (1 + sampling.top_logprobs), tell)
 
-    async def Tokenize(self, request: pb.TokenizeRequest, context: _Context) -> pb.TokenizeResponse:
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         """Text or a chat to tokens."""
 
         async def work(_: Call, hosted: Hosted) -> pb.TokenizeResponse:
             special = request.add_special_tokens if request.HasField("add_special_tokens") else True
-            prompt = await _read_prompt(hosted.model, request, add_special_tokens=special)
-            return await _aside(len(prompt.tokens), partial(_tokenized, hosted.model, prompt))
+            prompt = await read_prompt(hosted.model, request, add_special_tokens=special)
+            return await aside(len(prompt.tokens), partial(_tokenized, hosted.model, prompt))
 
-        return await self._answer(context, request.model, work)
+        return await self._calls.answer(context, request.model, work)
 
-    async def Detokenize(self, request: pb.DetokenizeRequest, context: _Context) -> pb.DetokenizeResponse:
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         """Tokens to text."""
 
         async def work(_: Call, hosted: Hosted) -> pb.DetokenizeResponse:
             skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
             decode = partial(hosted.model.detokenise, request.token_ids, skip_special=skip)
-            return pb.DetokenizeResponse(text=await _aside(len(request.token_ids), decode))
+            return pb.DetokenizeResponse(text=await aside(len(request.token_ids), decode))
 
-        return await self._answer(context, request.model, work)
+        return await self._calls.answer(context, request.model, work)
 
-    async def GetModel(self, request: pb.GetModelRequest, context: _Context) -> pb.GetModelResponse:
+    async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
         """What the model is."""
 
         async def work(_: Call, hosted: Hosted) -> pb.GetModelResponse:
             return pb.GetModelResponse(model=hosted.describe())
 
-        return await self._answer(context, request.model, work)
+        return await self._calls.answer(context, request.model, work)
 
-    async def ListModels(self, request: pb.ListModelsRequest, context: _Context) -> pb.ListModelsResponse:
+    async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
         """All models that requests may name."""
 
         async def work(_: Call, __: Hosted) -> pb.ListModelsResponse:
             return pb.ListModelsResponse(models=[hosted.describe() for hosted in self._host.models if hosted.takes_requests])
 
-        return await self._answer(context, "", work)
-
-    # ------------------------------------------------------------ what they share
-
-    async def _answer(self, context: _Context, model: str, work: Callable[[Call, Hosted], Awaitable[_Response]]) -> _Response:
-        """Runs a handler with the model that is meant; a Fault becomes the call's status, and so does a bug of ours."""
-        call = Call(read_request_id(context))
-        try:
-            call.hosted = hosted = self._host.resolve(model)
-            with hosted.desk.call():
-                response = await work(call, hosted)
-                await call.greet(context)
-                context.set_trailing_metadata(call.trailers())
-                return response
-        except Fault as fault:
-            refused = refusal(fault)
-        except Exception as error:
-            if isinstance(error, grpc.aio.InternalError):  # a batch the core did not execute: the caller has gone
-                raise asyncio.CancelledError from error
-            if context.cancelled() or isinstance(error, grpc.aio.BaseError):
-                raise
-            log.exception("call %s failed", call.id)
-            refused = refusal(error)
-        await self._refuse(context, call, refused)
-        raise AssertionError("context.abort returned")
-
-    async def _refuse(self, context: _Context, call: Call, refused: Refusal) -> None:
-        """Ends the call; does not return."""
-        (call.hosted or self._host.default).metrics.count_failure(refused.code)
-        log.debug("call %s: %s: %s", call.id, refused.code, refused.sentence)
-        status = refused.status()
-        try:
-            await context.abort(status.code, status.details or "", (*call.trailers(), *(status.trailing_metadata or ())))
-        except grpc.aio.InternalError as gone:  # grpcio would log a traceback for every caller that does not wait for its refusal
-            raise asyncio.CancelledError from gone
+        return await self._calls.answer(context, "", work)
 
 
 def _check_score(prompt: Prompt, most: int) -> None:
@@ -251,12 +180,6 @@ def _tokenized(model: ServedModel, prompt: Prompt) -> pb.TokenizeResponse:
     return pb.TokenizeResponse(token_ids=prompt.tokens, token_bytes=pieces, prompt=prompt.text)
 
 
-async def _read_prompt(
-    model: ServedModel, message: pb.GenerateRequest | pb.ScoreRequest | pb.TokenizeRequest, *, add_special_tokens: bool = True
-) -> Prompt:
-    return await _aside(message.ByteSize(), partial(model.read_prompt, message, add_special_tokens=add_special_tokens))
-
-
 def _observe(narrator: Narrator, metrics: ModelMetrics) -> None:
     request = narrator.request
     metrics.count_success(pb.FinishReason.Name(narrator.reason).removeprefix("FINISH_REASON_").lower())
@@ -265,14 +188,3 @@ def _observe(narrator: Narrator, metrics: ModelMetrics) -> None:
     if request.started is not None and request.first_token is not None:
         metrics.queue_time.observe(request.started - request.arrived)
         metrics.first_token.observe(request.first_token - request.arrived)
-
-
-async def _aside(size: int, work: Callable[[], _Result]) -> _Result:
-    """Runs what takes long for large inputs where it does not hold up the loop."""
-    return work() if size <= _INLINE else await asyncio.to_thread(work)
-
-
-def _deadline(context: _Context) -> float | None:
-    """The call's deadline on time.monotonic's clock."""
-    remaining = context.time_remaining()
-    return None if remaining is None else time.monotonic() + remaining

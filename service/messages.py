@@ -89,6 +89,7 @@ class Narrator:
         usage = pb.Usage(prompt_tokens=len(request.prompt), completion_tokens=self.tokens, cached_tokens=request.cached)
         message = pb.Finish(reason=self.reason, usage=usage, timings=timings(request, now=now), seed=request.sampling.seed)
         message.model, message.request_id = model, request_id
+        message.rerouted, message.routed = request.rerouted, request.routed
         if self._answer.matched is not None:
             message.stop_string = self._answer.matched
         elif self._stop_token is not None:
@@ -120,6 +121,7 @@ def score_response(request: Request, rows: Sequence[RowResult], *, model: str, b
     """The answer to Score: one row a token but the first."""
     response = pb.ScoreResponse(token_ids=request.prompt, model=model, timings=timings(request, now=now))
     response.usage.prompt_tokens = len(request.prompt)
+    response.rerouted, response.routed = request.rerouted, request.routed
     response.total_logprob = sum(row.target_logprob for row in rows)
     for token, row in zip(request.prompt[1:], rows, strict=True):
         response.scores.add(token=token_logprob(token, row.target_logprob, row, bytes_of), rank=row.target_rank)

@@ -183,6 +183,8 @@ def _counters(snapshot: Snapshot) -> list[tuple[str, str, float]]:
         ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", pool.queried_tokens),
         ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", pool.hit_tokens),
         ("colibri_preemptions", "Requests that gave their KV memory back to be recomputed.", snapshot.scheduler.preemptions),
+        ("colibri_rerouted_pairs", "Pairs of a token and a layer that damping gave other experts.", snapshot.scheduler.rerouted_pairs),
+        ("colibri_damped_pairs", "Pairs of a token and a layer that were routed with damping.", snapshot.scheduler.damped_pairs),
         ("colibri_steps", "Steps done.", engine.steps),
         ("colibri_steps_failed", "Steps that could not be done.", engine.failed_steps),
         ("colibri_rows", "Tokens that went through the model.", engine.rows),

@@ -47,6 +47,8 @@ def team_config(config: ServeConfig) -> TeamConfig:
         kv_format=KV_FORMATS[config.kv_format],
         spin_us=config.spin_us,
         hang_ms=config.hang_ms,
+        trace_routes=1,
+        max_slots=config.max_seqs,
     )
     return TeamConfig(
         load_mode=config.load,

@@ -16,11 +16,13 @@ import grpc
 import grpc.aio
 
 from colibri.v1 import operator_pb2 as pb, operator_pb2_grpc
+from service.damping import describe_damping
 from service.errors import refusal
 from service.faults import Draining, Fault, InvalidField, OperatorFault
 from service.hosted import Hosted
 from service.models import ModelHost
 from service.operator_messages import machine_message, model_message, placement_message, workers_of
+from service.routing import policy_message, read_policy
 from service.stats import Look, look_at, model_stats
 from workers.plan import PlanError
 from workers.team import ScaleError, Team
@@ -160,6 +162,31 @@ class OperatorServicer(operator_pb2_grpc.OperatorServicer):
             swapped = await self._host.swap(request.name)
             message = await _aside(swapped.model, model_message)
             return pb.SwapModelResponse(model=message, previous=swapped.previous, swap_ms=1e3 * swapped.seconds)
+
+        return await _answer(context, work)
+
+    # ------------------------------------------------------------ routing
+
+    async def GetRoutingPolicy(self, request: pb.GetRoutingPolicyRequest, context: _Context) -> pb.GetRoutingPolicyResponse:
+        """A model's default."""
+
+        async def work() -> pb.GetRoutingPolicyResponse:
+            hosted = self._host.find(request.model)
+            return pb.GetRoutingPolicyResponse(model=hosted.name, policy=policy_message(hosted.damping))
+
+        return await _answer(context, work)
+
+    async def SetRoutingPolicy(self, request: pb.SetRoutingPolicyRequest, context: _Context) -> pb.SetRoutingPolicyResponse:
+        """Another default, for requests that come from now on."""
+
+        async def work() -> pb.SetRoutingPolicyResponse:
+            if not request.HasField("policy"):
+                raise InvalidField("policy", "is missing; say how requests are to be routed")
+            hosted = self._host.find(request.model)
+            before = policy_message(hosted.damping)
+            hosted.damping = read_policy(request.policy, field="policy", info=hosted.model.info)
+            log.info("routing of %s by default: %s", hosted.name, describe_damping(hosted.damping))
+            return pb.SetRoutingPolicyResponse(model=hosted.name, policy=policy_message(hosted.damping), previous=before)
 
         return await _answer(context, work)
 

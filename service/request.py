@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from engine_c import Sampling
+from engine_c import Damping, Sampling
 from service.blocks import Table
+from service.slots import NONE
 
 
 class State(Enum):
@@ -42,13 +43,15 @@ class Reason(Enum):
     STOP = "stop"
     LENGTH = "length"
     SCORED = "scored"
+    ROUTED = "routed"
 
 
 @dataclass(slots=True)
 class Request:
     """One sequence. `prompt` is what was asked; `output` what was sampled; `computed` how many of both have keys and values cached.
 
-    `score`: report the log-probability of every prompt token but the first, and generate nothing.
+    `score`: report the log-probability of every prompt token but the first, and generate nothing. `trace`: the same with every prompt
+    token's experts.
     """
 
     id: str
@@ -59,12 +62,17 @@ class Request:
     deadline: float | None = None  # seconds, on the clock passed to the scheduler
     score: bool = False
     interval: float | None = None  # seconds tokens may be held on their way to the caller; None: as the server has it
+    trace: bool = False
+    damping: Damping | None = None  # how its tokens are routed; None: by the router alone
 
     state: State = State.WAITING
     tokens: list[int] = field(default_factory=list)  # prompt and output; kept as one list because every step reads it
     table: Table = field(default_factory=Table)
+    slot: int = NONE  # of the engine's routing state; every running request has one, if there are any
     computed: int = 0
     cached: int = 0  # prompt tokens found in the prefix cache at the first admission
+    rerouted: int = 0  # pairs of a token and a layer that damping changed,
+    routed: int = 0  # of so many that it looked at
     in_flight: bool = False  # part of the step that runs now
     order: int = 0  # arrival; the youngest is preempted first
     preemptions: int = 0
@@ -90,6 +98,11 @@ class Request:
     def ran(self) -> bool:
         """Whether any of it has been computed, so that sending it again elsewhere would repeat work."""
         return self.preemptions > 0 or self.computed > self.cached
+
+    @property
+    def shares_prefix(self) -> bool:
+        """Whether its keys and values are what any request with these tokens has. A damped one's depend on how it was routed."""
+        return self.damping is None
 
     @property
     def most_tokens(self) -> int:

@@ -3,6 +3,7 @@
 Continuous batching: every step runs one token of each decoding request, then chunks of prefills in order of arrival, then admits waiting
 requests, within the step's budgets of sequences, rows and rows with logits. A request gets the KV blocks of all its tokens when admitted,
 and one more each time it grows past them. When blocks run out the youngest gives all of its own back and is recomputed later.
+A running request also has a slot for the engine's routing state; one that is recomputed begins with a fresh one.
 
 Nothing deadlocks: `add` refuses what could not run alone, the oldest running request can take blocks from every other, and the oldest
 waiting one is admitted as soon as the running ones have left.
@@ -20,6 +21,7 @@ from service.blocks import BLOCK, BlockPool, IntegrityError, Table, blocks_for
 from service.faults import DeadlineExpired, DeadlineUnmeetable, EngineFault, Fault, InvalidField, QueueFull
 from service.plan import Limits, Plan, SchedulerStats, Share, Update
 from service.request import LIVE, Reason, Request, State
+from service.slots import NONE, Slots
 
 _RATE_WEIGHT = 0.2  # of the newest step in the moving average of the prefill rate
 _RATE_ROWS = 16  # steps with fewer prefill rows say little about the rate
@@ -49,9 +51,15 @@ class Scheduler:
     requests: dict[str, Request] = field(default_factory=dict)
     preemptions: int = 0
     prefill_rate: float = 0.0
+    rerouted_pairs: int = 0
+    damped_pairs: int = 0
+    slots: Slots = field(init=False)
     _orders: count[int] = field(default_factory=count)
     _news: list[Update] = field(default_factory=list)
     _flying: Plan | None = None
+
+    def __post_init__(self) -> None:
+        self.slots = Slots(self.limits.max_slots)
 
     # ------------------------------------------------------------ requests in and out
 
@@ -85,7 +93,8 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         """A snapshot."""
         tokens = sum(len(r.prompt) for r in self.waiting)
-        return SchedulerStats(len(self.running), len(self.waiting), tokens, self.preemptions, self.prefill_rate, self.pool.stats())
+        counts = len(self.running), len(self.waiting), tokens, self.preemptions
+        return SchedulerStats(*counts, self.prefill_rate, self.pool.stats(), self.rerouted_pairs, self.damped_pairs)
 
     # ------------------------------------------------------------ steps
 
@@ -131,7 +140,7 @@ class Scheduler:
                 self._leave(share.request, State.FAILED)
                 updates.append(Update(share.request, fault=fault_of(share.request)))
             else:
-                self.pool.release(share.request.table)
+                self._release(share.request)
         return updates
 
     def revert(self, plan: Plan) -> None:
@@ -139,21 +148,22 @@ class Scheduler:
         self._land(plan)
         for share in plan.shares:
             if share.request.state not in LIVE:
-                self.pool.release(share.request.table)
+                self._release(share.request)
 
     def check_integrity(self) -> None:
-        """Raises IntegrityError unless lists, states and block accounts agree."""
-        held = list(self.running) + ([s.request for s in self._flying.shares] if self._flying else [])
-        tables: dict[int, Table] = {id(request.table): request.table for request in held}
-        self.pool.check_integrity(tables.values())
+        """Raises IntegrityError unless lists, states and the accounts of blocks and slots agree."""
+        flying = [share.request for share in self._flying.shares] if self._flying else []
+        held = {id(request): request for request in [*self.running, *flying]}.values()
+        self.pool.check_integrity(request.table for request in held)
+        self.slots.check_integrity(request.slot for request in held if request.slot != NONE)
         astray = [r for r in self.running if r.state not in (State.PREFILL, State.DECODE)]
         astray += [r for r in self.waiting if r.state is not State.WAITING]
         if astray:
             raise IntegrityError("a request is in a list its state does not allow")
         if sorted(self.requests) != sorted(r.id for r in [*self.running, *self.waiting]):
             raise IntegrityError("a live request is in no list, or in two")
-        if any(r.table.blocks for r in self.waiting) or any(r.computed > r.table.room for r in self.running):
-            raise IntegrityError("a waiting request holds KV blocks, or a running one too few")
+        if any(r.table.blocks or r.slot != NONE for r in self.waiting) or any(r.computed > r.table.room for r in self.running):
+            raise IntegrityError("a waiting request holds KV blocks or a slot, or a running one too few blocks")
         for requests in (self.running, self.waiting):
             if [r.order for r in requests] != sorted(r.order for r in requests):
                 raise IntegrityError("requests are out of order")
@@ -206,18 +216,23 @@ class Scheduler:
         request = self.waiting.pop(0)
         shared = self._shared(request)
         request.table = self.pool.take(blocks_for(request.pending) - len(shared.blocks), shared=shared)
+        request.slot = self.slots.take()
         hit = request.computed = len(shared.blocks) * BLOCK
         if request.started is None:
             request.started, request.cached = now, hit
-            if not request.score:
+            if self._looks_up(request):
                 self.pool.count_lookup(queried=len(request.prompt), hit=hit)
         request.move(State.PREFILL)
         insort(self.running, request, key=lambda r: r.order)
         return request
 
     def _shared(self, request: Request) -> Table:
-        """A score wants every row's logits, so it reuses nothing."""
-        return Table() if request.score else self.pool.lookup(request.tokens)
+        return self.pool.lookup(request.tokens) if self._looks_up(request) else Table()
+
+    @staticmethod
+    def _looks_up(request: Request) -> bool:
+        """A score wants every row's logits and a trace every row's experts, so they reuse nothing."""
+        return request.shares_prefix and not request.score and not request.trace
 
     # ------------------------------------------------------------ shares of a step
 
@@ -230,7 +245,8 @@ class Scheduler:
             self.pool.grow(request.table)
         tokens = request.tokens
         history = tokens if request.sampling.repetition_penalty != 1.0 else ()
-        work = SeqWork((tokens[-1],), request.computed, request.table.blocks, 1, request.sampling, history)
+        place = request.computed, request.table.blocks
+        work = SeqWork((tokens[-1],), *place, 1, request.sampling, history, None, request.damping, request.slot)
         budget.rows -= 1
         budget.seqs -= 1
         budget.logits -= 1
@@ -240,7 +256,9 @@ class Scheduler:
         if request.state is not State.PREFILL or budget.rows < 1 or budget.seqs < 1:
             return
         rows = min(request.pending, budget.rows)
-        if request.score:
+        if request.trace:
+            logits = 0
+        elif request.score:
             rows = min(rows, budget.logits)
             logits = rows
         else:
@@ -254,7 +272,8 @@ class Scheduler:
         start, end = request.computed, request.computed + rows
         history = request.tokens if logits and not request.score and request.sampling.repetition_penalty != 1.0 else ()
         targets = request.tokens[start + 1 : end + 1] if request.score else None
-        work = SeqWork(request.tokens[start:end], start, request.table.blocks, logits, request.sampling, history, targets)
+        routing = request.damping, request.slot, request.trace
+        work = SeqWork(request.tokens[start:end], start, request.table.blocks, logits, request.sampling, history, targets, *routing)
         budget.spend(work)
         chosen[request.id] = Share(request, work)
 
@@ -275,8 +294,8 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         request.move(State.WAITING)
         self.running.remove(request)
-        self.pool.release(request.table)
-        request.computed = 0
+        self._release(request)
+        request.computed = request.rerouted = request.routed = 0
         request.preemptions += 1
         self.preemptions += 1
         insort(self.waiting, request, key=lambda r: r.order)
@@ -293,22 +312,35 @@ class Scheduler:
     def _take_in(self, share: Share, result: SeqResult, now: float) -> Update | None:
         request, work = share.request, share.work
         if request.state not in LIVE:
-            self.pool.release(request.table)
+            self._release(request)
             return None
         if not result.ok:
             self._leave(request, State.FAILED)
             return Update(request, fault=EngineFault("NUMERIC", result.error))
         request.computed += len(work.tokens)
-        if request.computed // BLOCK > len(request.table.chain):
+        if request.damping is not None:
+            self._count_rerouted(request, rows=len(work.tokens), rerouted=result.rerouted)
+        elif request.computed // BLOCK > len(request.table.chain):
             self.pool.publish(request.table, request.tokens, computed=request.computed)
         reason = self._advance(request, result.rows, now)
         if reason is not None:
             self._leave(request, State.FINISHED)
-        return Update(request, result.rows, reason) if result.rows else None
+        if not result.rows and result.routes is None:
+            return None
+        return Update(request, result.rows, reason, routes=result.routes, start=work.start)
+
+    def _count_rerouted(self, request: Request, *, rows: int, rerouted: int) -> None:
+        routed = rows * self.limits.router_layers
+        request.rerouted += rerouted
+        request.routed += routed
+        self.rerouted_pairs += rerouted
+        self.damped_pairs += routed
 
     def _advance(self, request: Request, rows: Sequence[RowResult], now: float) -> Reason | None:
         if request.score:
             return Reason.SCORED if request.pending == 0 else None
+        if request.trace:
+            return Reason.ROUTED if request.pending == 0 else None
         if not rows:
             return None
         token = rows[0].token
@@ -344,9 +376,14 @@ class Scheduler:
         return [r for r in requests if r.deadline is not None and r.deadline <= now]
 
     def _leave(self, request: Request, state: State) -> None:
-        """Out of all lists. The blocks of a request whose step still runs stay its own until that lands."""
+        """Out of all lists. The blocks and the slot of a request whose step still runs stay its own until that lands."""
         (self.waiting if request.state is State.WAITING else self.running).remove(request)
         request.move(state)
         del self.requests[request.id]
         if not request.in_flight:
-            self.pool.release(request.table)
+            self._release(request)
+
+    def _release(self, request: Request) -> None:
+        self.pool.release(request.table)
+        self.slots.give(request.slot)
+        request.slot = NONE

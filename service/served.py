@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from colibri.v1 import inference_pb2 as pb
+from colibri.v1 import experts_pb2, inference_pb2 as pb
 from engine_c.structs import ModelInfo
 from service.artifact import Artifact
 from service.chat import ChatError, ChatTemplate
@@ -14,6 +14,8 @@ from service.detokenise import decode
 from service.faults import InvalidField
 from service.params import Bounds, check_tokens
 from service.tokenizer import Tokenizer, TokenizerError
+
+HasInput = pb.GenerateRequest | pb.ScoreRequest | pb.TokenizeRequest | experts_pb2.RouteRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,7 @@ class ServedModel:
     tokenizer: Tokenizer | None = None
     template: ChatTemplate | None = field(default=None, repr=False)
 
-    def read_prompt(self, message: pb.GenerateRequest | pb.ScoreRequest | pb.TokenizeRequest, *, add_special_tokens: bool = True) -> Prompt:
+    def read_prompt(self, message: HasInput, *, add_special_tokens: bool = True) -> Prompt:
         """The tokens of a request's input. Raises InvalidField."""
         kind = message.WhichOneof("input")
         if kind == "tokens":

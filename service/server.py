@@ -21,11 +21,12 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from colibri.v1 import inference_pb2
+from colibri.v1 import experts_pb2, experts_pb2_grpc, inference_pb2
 from service.address import check_address
 from service.artifact import read_artifact
 from service.collector import calm_collector
 from service.config import ConfigError, ServeConfig, unknown_variables
+from service.experts import SERVICE as EXPERTS, ExpertsServicer
 from service.health import LIVENESS, READINESS, HealthServicer
 from service.hosted import Hosted
 from service.inference import InferenceServicer, add_inference
@@ -42,6 +43,7 @@ _HEALTH_EVERY = 0.05  # seconds between looks at the engine
 _FAREWELL = 1.0  # seconds for the statuses of broken-off calls to reach their callers
 _SERVICES = (
     inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name,
+    experts_pb2.DESCRIPTOR.services_by_name["Experts"].full_name,
     health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,
     reflection.SERVICE_NAME,
 )
@@ -171,6 +173,7 @@ class Server:
         checks = (ReadingInterceptor(lambda code: self.default.metrics.count_failure(code)),)
         server = grpc.aio.server(options=options, maximum_concurrent_rpcs=self.config.rpcs, interceptors=checks)
         add_inference(InferenceServicer(self.host), server)
+        experts_pb2_grpc.add_ExpertsServicer_to_server(ExpertsServicer(self.host), server)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, server)
         reflection.enable_server_reflection(_SERVICES, server)
         try:
@@ -197,7 +200,8 @@ class Server:
 
     async def drain(self) -> None:
         """Readiness off, nothing new taken, what is under way finished within the grace or until hurried."""
-        self.health.set(READINESS, serving=False)
+        for service in (READINESS, EXPERTS):
+            self.health.set(service, serving=False)
         self.host.drain()
         log.info("draining %d calls, for %.0f s at the most", self.host.calls, self.config.drain_grace)
         idle = asyncio.create_task(self.host.wait_idle(self.config.drain_grace))
@@ -224,14 +228,14 @@ class Server:
 
     def _look_at_engines(self) -> None:
         now, default, draining = time.monotonic(), self.default, self.host.draining
-        services = {LIVENESS, READINESS}
+        services = {LIVENESS, READINESS, EXPERTS}
         for hosted in self.host.models:
-            service = f"{READINESS}/{hosted.name}"
-            services.add(service)
             serving = hosted.look(now) and hosted.takes_requests and not draining
-            self.health.set(service, serving=serving)
-            if hosted is default:
-                self.health.set(READINESS, serving=serving)
+            for service in (READINESS, EXPERTS):
+                services.add(f"{service}/{hosted.name}")
+                self.health.set(f"{service}/{hosted.name}", serving=serving)
+                if hosted is default:
+                    self.health.set(service, serving=serving)
         self.health.set(LIVENESS, serving=default.engine.progress.alive)
         self.health.keep(services)
 

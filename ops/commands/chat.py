@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ops.commands.damping import DampingOption, ScopeOption, read_policy
 from ops.commands.streaming import (
     MaxTokens,
     ModelName,
@@ -43,9 +44,12 @@ def register(app: typer.Typer) -> None:
         top_p: TopP = None,
         top_k: TopK = None,
         seed: Seed = None,
+        damping: DampingOption = None,
+        damping_scope: ScopeOption = None,
         timeout: Timeout = None,
         quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No figures.")] = False,
     ) -> None:
+        policy = read_policy(damping, damping_scope)
         from service.client import Client, generate_request
 
         request = generate_request(
@@ -56,6 +60,7 @@ def register(app: typer.Typer) -> None:
             top_p=top_p,
             top_k=top_k,
             seed=seed,
+            routing=policy,
         )
         with Client(target) as client:
             for line in [message] if message is not None else user_lines():

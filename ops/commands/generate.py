@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from ops.commands.common import parse_ints
+from ops.commands.damping import DampingOption, ScopeOption, read_policy
 from ops.commands.streaming import (
     MaxTokens,
     ModelName,
@@ -39,6 +40,8 @@ def register(app: typer.Typer) -> None:
         top_k: TopK = None,
         seed: Seed = None,
         stop: Stop = None,
+        damping: DampingOption = None,
+        damping_scope: ScopeOption = None,
         timeout: Timeout = None,
         quiet: Annotated[bool, typer.Option("--quiet", "-q", help="The text alone.")] = False,
     ) -> None:
@@ -46,6 +49,7 @@ def register(app: typer.Typer) -> None:
             raise typer.BadParameter("give a prompt or --tokens, not both")
         ids = parse_ints(tokens, option="--tokens") if tokens is not None else None
         text = (sys.stdin.read() if prompt in (None, "-") else prompt) if ids is None else None
+        policy = read_policy(damping, damping_scope)
         from service.client import Client, generate_request
 
         request = generate_request(
@@ -58,6 +62,7 @@ def register(app: typer.Typer) -> None:
             top_k=top_k,
             seed=seed,
             stop=stop or (),
+            routing=policy,
         )
         with Client(target) as client:
             streamed = show_stream(client.generate(request, timeout=timeout), write=write_text)

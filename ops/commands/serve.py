@@ -79,6 +79,8 @@ def register(app: typer.Typer) -> None:
         max_queue: Annotated[int | None, typer.Option(help="Requests that may wait (256).")] = None,
         max_queue_tokens: Annotated[int | None, typer.Option(help="Prompt tokens that may wait (262144).")] = None,
         default_max_tokens: Annotated[int | None, typer.Option(help="Length of an answer if a request does not say (512).")] = None,
+        damping: Annotated[str | None, typer.Option(help="Damping of requests that do not say: off, heat, capacity, reuse (off).")] = None,
+        damping_scope: Annotated[str | None, typer.Option(help="What it looks at together: sequence or batch (sequence).")] = None,
         drain_grace: Annotated[float | None, typer.Option(help="Seconds that answers may take to finish after SIGTERM (30).")] = None,
         hang_ms: Annotated[int | None, typer.Option(help="A worker that holds a task longer is killed (1000); 0: never.")] = None,
         log_level: Annotated[LogLevel, typer.Option(help="What goes to stderr.")] = LogLevel.INFO,
@@ -111,6 +113,8 @@ def register(app: typer.Typer) -> None:
             max_queue=max_queue,
             max_queue_tokens=max_queue_tokens,
             default_max_tokens=default_max_tokens,
+            damping=damping,
+            damping_scope=damping_scope,
             drain_grace=drain_grace,
             hang_ms=hang_ms,
         )

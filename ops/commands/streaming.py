@@ -44,6 +44,8 @@ class Streamed:
         cached = f" ({usage.cached_tokens} cached)" if usage.cached_tokens else ""
         parts = [f"{usage.prompt_tokens} prompt tokens{cached}", f"{usage.completion_tokens} generated, {self._reason()}"]
         parts.append(f"first after {self.first_s * 1000:.0f} ms")
+        if self.finish.routed:
+            parts.append(f"{self.finish.rerouted / self.finish.routed:.2%} rerouted")
         if usage.completion_tokens > 1 and self.rest_s > 0:
             parts.append(f"{(usage.completion_tokens - 1) / self.rest_s:.1f} tokens/s")
         return "; ".join(parts)

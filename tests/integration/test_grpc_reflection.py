@@ -23,7 +23,7 @@ def server(tiny_model: Path) -> Iterator[Serving]:
 def test_all_services_are_listed(server: Serving) -> None:
     with grpc.insecure_channel(server.target) as channel:
         listed = set(ProtoReflectionDescriptorDatabase(channel).get_services())
-    assert {"colibri.v1.Inference", "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"} <= listed
+    assert {"colibri.v1.Inference", "colibri.v1.Experts", "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"} <= listed
 
 
 def test_generate_works_from_reflection_alone(server: Serving) -> None:
@@ -52,3 +52,6 @@ def test_every_field_and_method_can_be_described(server: Serving) -> None:
         pool = DescriptorPool(ProtoReflectionDescriptorDatabase(channel))
         service = pool.FindServiceByName("colibri.v1.Inference")
         assert [method.name for method in service.methods] == ["Generate", "Score", "Tokenize", "Detokenize", "GetModel", "ListModels"]
+        experts = pool.FindServiceByName("colibri.v1.Experts")
+        assert [method.name for method in experts.methods] == ["Route"]
+        assert experts.methods[0].input_type.fields_by_name["routing"].message_type.full_name == "colibri.v1.RoutingPolicy"

@@ -143,6 +143,7 @@ METHODS = {
     "colibri.v1.Inference/Generate": "unary_stream",
     "colibri.v1.Inference/Score": "unary_unary",
     "colibri.v1.Inference/GetModel": "unary_unary",
+    "colibri.v1.Experts/Route": "unary_unary",
     "grpc.health.v1.Health/Check": "unary_unary",
     "grpc.health.v1.Health/Watch": "unary_stream",
     "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": "stream_stream",

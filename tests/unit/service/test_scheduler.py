@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import pytest
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine_c import GREEDY, RowResult, SeqResult, SeqWork
+from engine_c import GREEDY, Damping, Routes, RowResult, SeqResult, SeqWork
 from service.blocks import BLOCK, BlockPool, blocks_for
 from service.faults import DeadlineExpired, DeadlineUnmeetable, EngineFault, Fault, InvalidField, QueueFull
 from service.plan import Limits, Plan, Update
@@ -15,50 +18,97 @@ from service.scheduler import Scheduler
 
 VOCAB = 40
 STOP_TOKEN = 39
+LAYERS = 3  # that have a router
+HEAT, COLD = Damping("heat", scope="sequence"), Damping("capacity", scope="sequence")
 
 
-def next_token(tokens: tuple[int, ...]) -> int:
+def key(tokens: Sequence[int], damping: Damping | None) -> int:
+    """What the keys and values of the last of these tokens depend on."""
+    return hash((tuple(tokens), damping))
+
+
+def next_token(tokens: tuple[int, ...], damping: Damping | None = None) -> int:
     """What the model of the engine samples behind these tokens."""
-    return hash(tokens) % VOCAB
+    return key(tokens, damping) % VOCAB
 
 
-def oracle(prompt: tuple[int, ...], max_tokens: int, *, stop: int = STOP_TOKEN) -> list[int]:
+def oracle(prompt: tuple[int, ...], max_tokens: int, *, stop: int = STOP_TOKEN, damping: Damping | None = None) -> list[int]:
     """The answer of a request that runs alone."""
     output: list[int] = []
     while len(output) < max_tokens and (not output or output[-1] != stop):
-        output.append(next_token((*prompt, *output)))
+        output.append(next_token((*prompt, *output), damping))
     return output
 
 
+def expert(tokens: Sequence[int]) -> int:
+    """What the last of these tokens visits."""
+    return hash(tuple(tokens)) % 8
+
+
 class Memory:
-    """KV memory that checks itself: every position must hold the key of exactly its own prefix when it is attended to."""
+    """KV memory and routing state that check themselves: every position must hold the key of exactly its own prefix, routed as its own
+    request is, when it is attended to; and a damped request's slot the state of exactly the tokens before."""
 
     def __init__(self) -> None:
-        self._slots: dict[tuple[int, int], int] = {}
+        self._keys: dict[tuple[int, int], int] = {}
+        self._slots: dict[int, list[int]] = {}
+
+    def run_all(self, plan: Plan) -> list[SeqResult]:
+        taken = [share.work.slot for share in plan.shares if share.work.slot != -1]
+        assert len(set(taken)) == len(taken)
+        return [self.run(share.work, share.request.tokens) for share in plan.shares]
 
     def run(self, work: SeqWork, tokens: list[int]) -> SeqResult:
         end = work.start + len(work.tokens)
         assert list(work.tokens) == tokens[work.start : end]
         assert len(work.blocks) >= blocks_for(end)
+        self._route(work, tokens[:end])
         for position in range(work.start, end):
-            self._slots[work.blocks[position // BLOCK], position % BLOCK] = hash(tuple(tokens[: position + 1]))
+            self._keys[work.blocks[position // BLOCK], position % BLOCK] = key(tokens[: position + 1], work.damping)
         for position in range(end):
-            assert self._slots[work.blocks[position // BLOCK], position % BLOCK] == hash(tuple(tokens[: position + 1]))
+            assert self._keys[work.blocks[position // BLOCK], position % BLOCK] == key(tokens[: position + 1], work.damping)
         targets = work.targets or [-1] * work.n_logits
         first = end - work.n_logits + 1
-        rows = [RowResult(next_token(tuple(tokens[: first + i])), -1.0, -float(t), 0, ()) for i, t in enumerate(targets)]
-        return SeqResult(True, "", tuple(rows))
+        rows = [RowResult(next_token(tuple(tokens[: first + i]), work.damping), -1.0, -float(t), 0, ()) for i, t in enumerate(targets)]
+        ids = np.array([[[expert(tokens[: position + 1])] for position in range(work.start, end)]] * LAYERS, np.int32)
+        routes = Routes(ids, ids.astype(np.float32), ids[..., 0].astype(np.float32)) if work.routes else None
+        return SeqResult(True, "", tuple(rows), 0 if work.damping is None else len(work.tokens), routes)
+
+    def _route(self, work: SeqWork, tokens: list[int]) -> None:
+        assert -1 <= work.slot < MAX_SEQS
+        if work.damping is not None:
+            assert work.slot >= 0
+            assert not work.start or self._slots[work.slot] == tokens[: work.start]
+        self._slots[work.slot] = tokens
 
 
-def make(*, blocks: int = 8, max_rows: int = 12, max_seqs: int = 4, max_queue: int = 6, max_queue_tokens: int = 400) -> Scheduler:
+MAX_SEQS = 4
+
+
+def make(*, blocks: int = 8, max_rows: int = 12, max_seqs: int = MAX_SEQS, max_queue: int = 6, max_queue_tokens: int = 400) -> Scheduler:
     limits = Limits(
-        max_rows=max_rows, max_seqs=max_seqs, max_logit_rows=max_seqs + 1, max_queue=max_queue, max_queue_tokens=max_queue_tokens
+        max_rows=max_rows,
+        max_seqs=max_seqs,
+        max_logit_rows=max_seqs + 1,
+        max_queue=max_queue,
+        max_queue_tokens=max_queue_tokens,
+        max_slots=max_seqs,
+        router_layers=LAYERS,
     )
     return Scheduler(limits, BlockPool(blocks))
 
 
-def request(name: str, prompt: tuple[int, ...], *, max_tokens: int = 4, deadline: float | None = None, score: bool = False) -> Request:
-    return Request(name, prompt, GREEDY, max_tokens, frozenset({STOP_TOKEN}), deadline, score)
+def request(
+    name: str,
+    prompt: tuple[int, ...],
+    *,
+    max_tokens: int = 4,
+    deadline: float | None = None,
+    score: bool = False,
+    trace: bool = False,
+    damping: Damping | None = None,
+) -> Request:
+    return Request(name, prompt, GREEDY, max_tokens, frozenset({STOP_TOKEN}), deadline, score, trace=trace, damping=damping)
 
 
 def run(scheduler: Scheduler, memory: Memory, *, now: float) -> list[Update]:
@@ -66,8 +116,7 @@ def run(scheduler: Scheduler, memory: Memory, *, now: float) -> list[Update]:
     news = scheduler.take_news()
     if not plan.shares:
         return news
-    results = [memory.run(share.work, share.request.tokens) for share in plan.shares]
-    return news + scheduler.complete(plan, results, now=now + 0.01)
+    return news + scheduler.complete(plan, memory.run_all(plan), now=now + 0.01)
 
 
 def run_all(scheduler: Scheduler, memory: Memory | None = None, *, steps: int = 2000) -> dict[str, list[Update]]:
@@ -138,6 +187,84 @@ def test_a_score_reports_a_row_for_every_token_but_the_first() -> None:
     updates = run_all(scheduler)["s"]
     assert [-int(row.target_logprob) for update in updates for row in update.rows] == list(prompt[1:])
     assert updates[-1].reason is Reason.SCORED
+
+
+def test_a_trace_reports_the_experts_of_every_token_and_looks_nothing_up() -> None:
+    scheduler, memory = make(blocks=20), Memory()
+    prompt = tuple(i % 5 for i in range(40))
+    for name in ("first", "second"):
+        scheduler.add(request(name, prompt, trace=True), now=0.0)
+        updates = run_all(scheduler, memory)[name]
+        told = np.concatenate([update.routes.experts for update in updates if update.routes is not None], axis=1)
+        assert told.shape == (LAYERS, 40, 1)
+        assert told[0, :, 0].tolist() == [expert(prompt[: position + 1]) for position in range(40)]
+        assert [update.start for update in updates] == [0, 12, 24, 36]
+        assert not any(update.rows for update in updates)
+        assert updates[-1].reason is Reason.ROUTED
+    assert scheduler.stats().pool.queried_tokens == 0
+
+
+@pytest.mark.parametrize("how", ["score", "trace"])
+def test_a_score_or_trace_that_was_preempted_tells_where_it_begins_anew(how: str) -> None:
+    scheduler, memory = make(blocks=6, max_rows=4, max_seqs=2), Memory()
+    old = request("old", (1,) * 4, max_tokens=3 * BLOCK)
+    old.stop_ids = frozenset()
+    scheduler.add(old, now=0.0)
+    while len(old.tokens) < BLOCK - 1:
+        run(scheduler, memory, now=0.0)
+    young = request("young", tuple(i % 5 for i in range(60)), score=how == "score", trace=how == "trace")
+    scheduler.add(young, now=0.0)
+    updates = run_all(scheduler, memory)["young"]
+    assert young.preemptions > 0
+    starts = [update.start for update in updates]
+    again = max(at for at, start in enumerate(starts) if start == 0)
+    assert again > 0
+    if how == "score":
+        assert [-int(row.target_logprob) for update in updates[again:] for row in update.rows] == list(young.prompt[1:])
+    else:
+        assert sum(update.routes.experts.shape[1] for update in updates[again:] if update.routes is not None) == 60
+
+
+def test_damped_requests_neither_use_nor_feed_the_prefix_cache() -> None:
+    scheduler, memory = make(blocks=20), Memory()
+    prompt = tuple(i % 5 for i in range(3 * BLOCK + 2))
+    for name, damping in (("plain", None), ("heat", HEAT), ("cold", COLD), ("heat again", HEAT)):
+        one = request(name, prompt, damping=damping)
+        scheduler.add(one, now=0.0)
+        run_all(scheduler, memory)
+        assert one.cached == 0
+        assert list(one.output) == oracle(prompt, 4, damping=damping)
+    again = request("plain again", prompt)
+    scheduler.add(again, now=0.0)
+    run_all(scheduler, memory)
+    assert again.cached == 3 * BLOCK
+    stats = scheduler.stats()
+    assert stats.pool.cached == len(again.prompt) // BLOCK
+    assert (stats.pool.queried_tokens, stats.pool.hit_tokens) == (2 * len(prompt), 3 * BLOCK)
+
+
+def test_rerouted_pairs_are_counted_once_for_a_request_and_always_for_the_server() -> None:
+    scheduler, memory = make(blocks=5), Memory()
+    requests = [request(f"{i}", (i,) * 4, max_tokens=40, damping=HEAT) for i in range(3)] + [request("plain", (9,) * 4)]
+    for r in requests:
+        r.stop_ids = frozenset()
+        scheduler.add(r, now=0.0)
+    run_all(scheduler, memory)
+    assert scheduler.preemptions > 0
+    for r in requests:
+        ran = r.most_tokens if r.damping is not None else 0
+        assert (r.rerouted, r.routed) == (ran, ran * LAYERS)
+    stats = scheduler.stats()
+    assert stats.rerouted_pairs > sum(r.rerouted for r in requests)
+    assert stats.damped_pairs == LAYERS * stats.rerouted_pairs
+
+
+def test_without_slots_in_the_engine_nobody_has_one() -> None:
+    scheduler = Scheduler(Limits(max_rows=8, max_seqs=2, max_logit_rows=2, max_queue=1, max_queue_tokens=9), BlockPool(2))
+    scheduler.add(request("r", (1,)), now=0.0)
+    assert [work.slot for work in scheduler.schedule(now=0.0).work] == [-1]
+    with pytest.raises(ValueError, match="max_slots 1"):
+        Limits(max_rows=8, max_seqs=2, max_logit_rows=2, max_queue=1, max_queue_tokens=9, max_slots=1)
 
 
 @pytest.mark.parametrize(
@@ -278,14 +405,15 @@ class Life(RuleBasedStateMachine):
         kind=st.integers(0, 1),
         max_tokens=st.integers(1, 30),
         deadline=st.none() | st.floats(0.0, 2.0),
-        score=st.booleans(),
+        what=st.sampled_from(["generate", "score", "trace"]),
+        damping=st.sampled_from([None, None, HEAT, COLD]),
     )
-    def add(self, size: int, kind: int, max_tokens: int, deadline: float | None, score: bool) -> None:
+    def add(self, size: int, kind: int, max_tokens: int, deadline: float | None, what: str, damping: Damping | None) -> None:
         self.names += 1
         prompt = tuple(kind * i % 3 for i in range(size))
-        r = request(
-            f"r{self.names}", prompt, max_tokens=max_tokens, deadline=None if deadline is None else self.now + deadline, score=score
-        )
+        late = None if deadline is None else self.now + deadline
+        how = {"deadline": late, "score": what == "score", "trace": what == "trace", "damping": damping}
+        r = request(f"r{self.names}", prompt, max_tokens=max_tokens, **how)  # type: ignore[arg-type]
         try:
             self.scheduler.add(r, now=self.now)
         except Fault:
@@ -308,7 +436,7 @@ class Life(RuleBasedStateMachine):
     @rule()
     def complete(self) -> None:
         assert self.plan is not None
-        results = [self.memory.run(share.work, share.request.tokens) for share in self.plan.shares]
+        results = self.memory.run_all(self.plan)
         plan, self.plan = self.plan, None
         self.told(self.scheduler.complete(plan, results, now=self.now))
 
@@ -340,7 +468,11 @@ class Life(RuleBasedStateMachine):
             if update.final:
                 del self.live[r.id]
             if update.reason in (Reason.STOP, Reason.LENGTH):
-                assert list(r.output) == oracle(r.prompt, r.max_tokens)
+                assert list(r.output) == oracle(r.prompt, r.max_tokens, damping=r.damping)
+            if update.final:
+                assert r.slot == -1 or r.in_flight
+            if update.reason is not None:
+                assert r.routed == (r.computed * LAYERS if r.damping is not None else 0)
 
     @invariant()
     def books_balance(self) -> None:
@@ -356,6 +488,7 @@ class Life(RuleBasedStateMachine):
             self.told(run(self.scheduler, self.memory, now=self.now))
         assert not self.live
         assert self.scheduler.pool.stats().held == 0
+        self.scheduler.slots.check_integrity([])
 
 
 TestLife = Life.TestCase

@@ -1,0 +1,112 @@
+"""The handlers of colibri.v1.Experts: where a text's tokens go."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from functools import partial
+
+from colibri.v1 import experts_pb2 as pb, experts_pb2_grpc, inference_pb2
+from engine_c import GREEDY, Routes
+from service.calls import Call, Calls, Context, aside, deadline, read_prompt
+from service.faults import InvalidField, shown
+from service.hosted import Hosted
+from service.messages import timings
+from service.models import ModelHost
+from service.request import Request
+from service.routing import choose_damping
+from service.served import Prompt, ServedModel
+
+SERVICE = pb.DESCRIPTOR.services_by_name["Experts"].full_name
+ANSWER_BYTES = 4 << 20
+"""Of an answer: what gRPC clients take unless they are told otherwise."""
+_BESIDE = 1024  # bytes of an answer that are neither tokens nor tensors
+_OF_TOKEN = 8  # bytes of a token's number and of its bytes' frame
+
+
+class ExpertsServicer(experts_pb2_grpc.ExpertsServicer):
+    """Holds no state of its own but a counter."""
+
+    def __init__(self, host: ModelHost) -> None:
+        self._calls = Calls(host)
+        self._ids = itertools.count()
+
+    async def Route(self, request: pb.RouteRequest, context: Context) -> pb.RouteResponse:
+        """Each layer's experts for every token of a text."""
+        return await self._calls.answer(context, request.model, lambda call, hosted: self._route(request, context, call, hosted))
+
+    async def _route(self, message: pb.RouteRequest, context: Context, call: Call, hosted: Hosted) -> pb.RouteResponse:
+        model = hosted.model
+        layers = read_layers(message.layers, model)
+        damping = choose_damping(message, info=model.info)
+        prompt = await read_prompt(model, message)
+        check_length(prompt, model, layers=len(layers))
+        request = Request(f"e{next(self._ids)}", tuple(prompt.tokens), GREEDY, deadline=deadline(context), trace=True, damping=damping)
+        chunks: list[Routes] = []
+        with hosted.desk.stream(request) as stream:
+            call.request = request
+            while not stream.over:
+                for update in await stream.take():
+                    if update.fault is not None:
+                        raise update.fault
+                    if update.start == 0:  # one that was preempted begins anew
+                        chunks.clear()
+                    if update.routes is not None:
+                        chunks.append(update.routes)
+        hosted.metrics.count_tokens(prompt=len(request.prompt), generated=0)
+        tell = partial(route_response, request, chunks, layers=layers, model=model, now=time.monotonic())
+        return await aside(len(request.prompt) * len(layers), tell)
+
+
+def read_layers(wanted: Sequence[int], model: ServedModel) -> tuple[int, ...]:
+    """The layers to tell of. Raises InvalidField."""
+    routed = model.artifact.routed_layers
+    if not routed:
+        raise InvalidField("model", f"{shown(model.name)} has no router: it is dense, and every token goes the same way")
+    for index, layer in enumerate(wanted):
+        if layer not in routed:
+            there = f"layers {routed[0]} to {routed[-1]}" if len(routed) > 1 else f"layer {routed[0]}"
+            raise InvalidField(f"layers[{index}]", f"is {layer}; that layer has no router, of this model {there} have")
+        if layer in wanted[:index]:
+            raise InvalidField(f"layers[{index}]", f"is {layer}, which is there already")
+    return tuple(wanted) or routed
+
+
+def check_length(prompt: Prompt, model: ServedModel, *, layers: int) -> None:
+    """Raises InvalidField for a prompt whose answer would be too large, or that the context does not hold."""
+    count, context = len(prompt.tokens), model.bounds.max_context
+    if count > context:
+        raise InvalidField(prompt.field, f"has {count} tokens; the context holds {context}")
+    each = layers * (8 * model.info.top_k + 4) + _OF_TOKEN
+    size = _BESIDE + count * each + sum(len(model.token_bytes(token)) for token in prompt.tokens)
+    if size > ANSWER_BYTES:
+        most = (ANSWER_BYTES - _BESIDE) // (each + (size - _BESIDE - count * each) // count)
+        sentence = f"has {count} tokens; the answer for {layers} layers would have {size} bytes of at most {ANSWER_BYTES}"
+        raise InvalidField(prompt.field, f"{sentence}: give about {most} tokens or name fewer layers")
+
+
+def route_response(
+    request: Request, chunks: Sequence[Routes], *, layers: Sequence[int], model: ServedModel, now: float
+) -> pb.RouteResponse:
+    """The answer of chunks that follow each other. `layers` are numbers of layers that have a router."""
+    import numpy as np
+
+    rows = [model.artifact.routed_layers.index(layer) for layer in layers]
+    experts = np.concatenate([chunk.experts[rows] for chunk in chunks], axis=1)
+    weights = np.concatenate([chunk.weights[rows] for chunk in chunks], axis=1)
+    margins = np.concatenate([chunk.margins[rows] for chunk in chunks], axis=1)
+    return pb.RouteResponse(
+        model=model.name,
+        token_ids=request.prompt,
+        token_bytes=[model.token_bytes(token) for token in request.prompt],
+        layers=layers,
+        experts_per_layer=model.info.experts,
+        experts=pb.Tensor(dtype=pb.DATA_TYPE_I32, shape=experts.shape, data=experts.astype("<i4").tobytes()),
+        weights=pb.Tensor(dtype=pb.DATA_TYPE_F32, shape=weights.shape, data=weights.astype("<f4").tobytes()),
+        margins=pb.Tensor(dtype=pb.DATA_TYPE_F32, shape=margins.shape, data=margins.astype("<f4").tobytes()),
+        rerouted=request.rerouted,
+        routed=request.routed,
+        usage=inference_pb2.Usage(prompt_tokens=len(request.prompt)),
+        timings=timings(request, now=now),
+    )

@@ -1,0 +1,93 @@
+"""Damping in words: what is understood, what is refused, and that the refusal names the thing."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine_c import Damping
+from service.damping import NUMBERS, DampingError, describe_damping, make_damping, parse_damping
+
+
+@pytest.mark.parametrize(
+    ("text", "scope", "expected"),
+    [
+        ("off", "", None),
+        ("heat", "", Damping("heat", scope="sequence")),
+        ("heat", "batch", Damping("heat", scope="batch")),
+        ("capacity,capacity_factor=1.5,margin=0.25", "", Damping("capacity", scope="sequence", capacity_factor=1.5, margin=0.25)),
+        (
+            "heat, threshold=5, growth=3, decay=0, max_rerouted=0.1",
+            "",
+            Damping("heat", scope="sequence", threshold=5, growth=3.0, decay=0.0, max_rerouted=0.1),
+        ),
+        ("reuse", "", Damping("reuse", scope="batch")),
+        ("reuse", "batch", Damping("reuse", scope="batch")),
+    ],
+)
+def test_words_are_understood(text: str, scope: str, expected: Damping | None) -> None:
+    assert parse_damping(text, scope=scope) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "scope", "name", "said"),
+    [
+        ("", "", "damping", "off, heat, capacity, reuse"),
+        ("warm", "", "damping", "'warm'"),
+        ("heat", "world", "scope", "'world'"),
+        ("reuse", "sequence", "scope", "batch alone"),
+        ("off,margin=1", "", "damping", "no numbers"),
+        ("off", "batch", "damping", "no scope"),
+        ("heat,", "", "damping", "no setting ''"),
+        ("heat,warmth=1", "", "damping", "margin="),
+        ("heat,margin", "", "damping", "'margin'"),
+        ("heat,margin=wide", "", "margin", "a number"),
+        ("heat,threshold=2.5", "", "threshold", "a whole number"),
+    ],
+)
+def test_what_is_not_understood_is_named(text: str, scope: str, name: str, said: str) -> None:
+    with pytest.raises(DampingError) as caught:
+        parse_damping(text, scope=scope)
+    assert caught.value.name == name
+    assert said in caught.value.sentence
+    assert str(caught.value).startswith(name)
+
+
+@pytest.mark.parametrize("kind", ["heat", "capacity", "reuse"])
+@pytest.mark.parametrize(
+    ("name", "bad"),
+    [
+        ("threshold", -1),
+        ("growth", 0.5),
+        ("decay", -0.1),
+        ("decay", 1.5),
+        ("capacity_factor", 0.9),
+        ("margin", -0.01),
+        ("max_rerouted", -0.1),
+        ("max_rerouted", 1.01),
+        *((name, float("nan")) for name in NUMBERS if name != "threshold"),
+        *((name, float("inf")) for name in NUMBERS if name != "threshold"),
+    ],
+)
+def test_a_number_out_of_range_is_named_whatever_the_kind(kind: str, name: str, bad: float) -> None:
+    with pytest.raises(DampingError) as caught:
+        make_damping(kind, numbers={name: bad})
+    assert caught.value.name == name
+    assert f"{bad}" in caught.value.sentence
+
+
+def test_the_ends_of_the_ranges_are_taken() -> None:
+    low = {"threshold": 0, "growth": 1.0, "decay": 0.0, "capacity_factor": 1.0, "margin": 0.0, "max_rerouted": 0.0}
+    high = {"threshold": 1_000_000, "growth": 1000.0, "decay": 1.0, "capacity_factor": 1e6, "margin": 1e6, "max_rerouted": 1.0}
+    for numbers in (low, high):
+        damping = make_damping("heat", numbers=numbers)
+        assert damping is not None
+        assert {name: getattr(damping, name) for name in NUMBERS} == numbers
+
+
+def test_a_description_has_the_numbers_its_kind_uses() -> None:
+    assert describe_damping(None) == "off"
+    assert describe_damping(Damping("heat", scope="batch", threshold=4, growth=2.0, decay=0.5, margin=0.25, max_rerouted=0.5)) == (
+        "heat, scope batch, threshold 4, growth 2, decay 0.5, margin 0.25, max_rerouted 0.5"
+    )
+    assert "capacity_factor 1.5" in describe_damping(Damping("capacity", capacity_factor=1.5))
+    assert "threshold" not in describe_damping(Damping("reuse", scope="batch"))
