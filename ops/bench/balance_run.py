@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -72,68 +74,36 @@ class Judgement:
 
 
 class Judge:
-    """A model opened in this process, with lanes of its own, and the undamped outcome of every traffic it has seen."""
+    """A model opened in this process, and the undamped outcome of every traffic it has seen."""
 
-    def __init__(self, model: Model, session: Session, *, context: int) -> None:
+    def __init__(self, model: Model, options: SessionOptions, *, context: int) -> None:
         self.model = model
-        self.session = session
+        self._options = options
         self._blocks = -(-context // KV_BLOCK)
         self._undamped: dict[int, tuple[Traffic, Outcome]] = {}
-        self._lanes: list[threading.Thread] = []
-        self._workers: list[Worker] = []
 
     @classmethod
     def open(cls, path: Path, *, streams: int = STREAMS, context: int = CONTEXT, lanes: int = 1) -> Self:
         """lanes: threads that compute, this one included. EngineError, BenchError."""
+        options = SessionOptions(
+            max_rows=streams,
+            max_seqs=streams,
+            max_logit_rows=streams,
+            kv_blocks=streams * -(-context // KV_BLOCK),
+            kv_format=KV_FORMATS["bf16"],
+            max_lanes=lanes - 1,
+            hang_ms=0,
+            trace_routes=1,
+            max_slots=streams,
+        )
         model = Model.open(path)
-        try:
-            if context > model.info.max_context:
-                raise BenchError(f"excerpts of {context} tokens do not fit the model's context of {model.info.max_context}")
-            options = SessionOptions(
-                max_rows=streams,
-                max_seqs=streams,
-                max_logit_rows=streams,
-                kv_blocks=streams * -(-context // KV_BLOCK),
-                kv_format=KV_FORMATS["bf16"],
-                max_lanes=lanes - 1,
-                hang_ms=0,
-                trace_routes=1,
-                max_slots=streams,
-            )
-            judge = cls(model, Session(model, options), context=context)
-        except BaseException:
+        if context > model.info.max_context:
             model.close()
-            raise
-        try:
-            for lane in range(lanes - 1):
-                judge._start(lane)
-        except BaseException:
-            judge.close()
-            raise
-        return judge
-
-    def _start(self, lane: int) -> None:
-        session = self.session
-        session.lane_bind(lane, pid=0, pidfd=-1)
-        worker = Worker(self.model, session.team_fd, session.arena_fd)
-        thread = threading.Thread(target=worker.run, args=(lane,), daemon=True)
-        self._workers.append(worker)
-        self._lanes.append(thread)
-        thread.start()
-        deadline = time.monotonic() + _LANE_SECONDS
-        while session.lane_state(lane) not in (LANE_READY, LANE_ACTIVE):
-            if time.monotonic() > deadline or not thread.is_alive():
-                raise BenchError(f"lane {lane} did not begin to compute within {_LANE_SECONDS:.0f} s")
-            time.sleep(0.001)
+            raise BenchError(f"excerpts of {context} tokens do not fit the model's context of {model.info.max_context}")
+        return cls(model, options, context=context)
 
     def close(self) -> None:
-        """Ends the lanes and frees everything."""
-        for lane, thread in enumerate(self._lanes):
-            self.session.lane_leave(lane)
-            thread.join()
-        for worker in self._workers:
-            worker.detach()
-        self.session.close()
+        """Frees everything."""
         self.model.close()
 
     def __enter__(self) -> Self:
@@ -143,7 +113,11 @@ class Judge:
         self.close()
 
     def run(self, traffic: Traffic, damping: Damping | None = None) -> Outcome:
-        """Every token of the traffic, one of each stream a step."""
+        """Every token of the traffic, one of each stream a step, in a session of its own: nothing remains of earlier runs."""
+        with Session(self.model, self._options) as session, _lanes(session):
+            return self._run(session, traffic, damping)
+
+    def _run(self, session: Session, traffic: Traffic, damping: Damping | None) -> Outcome:
         info, streams = self.model.info, traffic.streams
         blocks = [range(stream * self._blocks, (stream + 1) * self._blocks) for stream in range(streams)]
         logprobs = np.zeros((traffic.steps, streams))
@@ -156,13 +130,13 @@ class Judge:
                 SeqWork((token,), position, part, n_logits=1, targets=(target,), damping=damping, slot=slot)
                 for slot, (token, target, position, part) in enumerate(zip(tokens, targets, positions, blocks, strict=True))
             ]
-            results, _ = self.session.step(work)
+            results, _ = session.step(work)
             for stream, result in enumerate(results):
                 if not result.ok:
                     raise BenchError(f"step {step}, stream {stream}: {result.error}")
                 logprobs[step, stream] = result.rows[0].target_logprob
                 rerouted[step, stream] = result.rerouted
-            experts[step] = self.session.routes(streams)[0]
+            experts[step] = session.routes(streams)[0]
         return Outcome(logprobs, experts, rerouted, time.perf_counter() - begin)
 
     def undamped(self, traffic: Traffic) -> Outcome:
@@ -175,6 +149,29 @@ class Judge:
         """Runs the traffic under a policy and compares."""
         base = self.undamped(traffic)
         return judge_outcome(traffic, self.run(traffic, damping), base, experts=self.model.info.experts)
+
+
+@contextmanager
+def _lanes(session: Session) -> Iterator[None]:
+    """Threads of this process that compute all lanes but the front end's own."""
+    with ExitStack() as stack:
+        for lane in range(session.options.max_lanes):
+            session.lane_bind(lane, pid=0, pidfd=-1)
+            worker = stack.enter_context(Worker(session.model, session.team_fd, session.arena_fd))
+            thread = threading.Thread(target=worker.run, args=(lane,), daemon=True)
+            thread.start()
+            stack.callback(_end_lane, session, lane, thread)
+            deadline = time.monotonic() + _LANE_SECONDS
+            while session.lane_state(lane) not in (LANE_READY, LANE_ACTIVE):
+                if time.monotonic() > deadline or not thread.is_alive():
+                    raise BenchError(f"lane {lane} did not begin to compute within {_LANE_SECONDS:.0f} s")
+                time.sleep(0.001)
+        yield
+
+
+def _end_lane(session: Session, lane: int, thread: threading.Thread) -> None:
+    session.lane_leave(lane)
+    thread.join()
 
 
 def judge_outcome(traffic: Traffic, outcome: Outcome, base: Outcome, *, experts: int) -> Judgement:

@@ -42,8 +42,8 @@ def random_traffic(vocab: int, *, streams: int, steps: int = 256, context: int =
     shape = (steps, streams)
     tokens = np.random.default_rng(seed).integers(0, vocab, shape, np.int32)
     positions = np.broadcast_to((np.arange(steps, dtype=np.int32) % context)[:, None], shape).copy()
-    excerpts = np.arange(steps)[:, None] // context * streams + np.arange(streams)
-    return Traffic("random", ("random",), tokens, np.roll(tokens, -1, axis=0), positions, excerpts.astype(np.int32), np.zeros(shape, np.int32))
+    excerpts = (np.arange(steps)[:, None] // context * streams + np.arange(streams)).astype(np.int32)
+    return Traffic("random", ("random",), tokens, np.roll(tokens, -1, axis=0), positions, excerpts, np.zeros(shape, np.int32))
 
 
 def measure_speed(
