@@ -173,6 +173,13 @@ typedef struct colibri_router_desc {
   float jitter_eps;        /* sparsemixer */
 } colibri_router_desc;
 
+/* Routes n tokens by their gate logits z [n, ld], ld >= experts: ids and weights [n, k] by descending selection score, ties to the lower index. select_bias
+ * and expert_scale are [experts] or NULL; the logits' own bias is the caller's to add. bad [n] becomes 1 for a token with a NaN or infinite logit, or
+ * whose scores or weights overflow: it gets experts 0..k-1 with weight 0 and disturbs no other; else 0. COLIBRI_EINVAL for a descriptor that makes no
+ * sense; the sentence names the field. Any thread. */
+COLIBRI_API int colibri_route_logits(const colibri_router_desc *desc, const float *select_bias, const float *expert_scale, const float *z, int ld, int n,
+                                     int32_t *ids, float *weights, uint8_t *bad, colibri_error *err);
+
 /* ---------------------------------------------------------------- session: the front end's side of a team */
 
 typedef struct colibri_session colibri_session;

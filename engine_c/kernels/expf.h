@@ -34,4 +34,11 @@ static inline __attribute__((always_inline)) float colibri_expf_steps(float x) {
   return p * factors[0] * factors[1];
 }
 
+/* log(1 + u) of u in [0, 1]: u times the degree-9 minimax of log1p(u) / u (relative error 4.8e-9, so rounding dominates). Its coefficients, highest first. */
+#define COLIBRI_LOG1P_TERMS 10
+static const float colibri_log1p_terms[COLIBRI_LOG1P_TERMS] = {
+  -0x1.a9334ap-9f, 0x1.453efep-6f, -0x1.d29cbap-5f, 0x1.b25358p-4f, -0x1.397560p-3f,
+  0x1.92f696p-3f, -0x1.ff0f88p-3f, 0x1.554c80p-2f, -0x1.ffffbep-2f, 1.0f,
+};
+
 #endif

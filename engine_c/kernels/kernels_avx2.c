@@ -1,4 +1,4 @@
-/* kernels_avx2.c - the table for AVX2, FMA and F16C. The functions are the templates of kernels_v16.inc.h and attend_v16.inc.h and the products of gemm_avx2.c. */
+/* kernels_avx2.c - the table for AVX2, FMA and F16C. The functions are the templates of kernels_v16.inc.h, route_v16.inc.h and attend_v16.inc.h and the products of gemm_avx2.c. */
 #include "gemm.h"
 
 #if defined(__x86_64__)
@@ -11,6 +11,7 @@
 COLIBRI_TARGET_BEGIN(COLIBRI_TARGET_AVX2)
 #include "v16_avx2.h"
 #include "kernels_v16.inc.h"
+#include "route_v16.inc.h"
 #include "attend_v16.inc.h"
 #include "table_v16.inc.h"
 

@@ -2,6 +2,7 @@
 #include <math.h>
 #include <string.h>
 
+#include "expf.h"
 #include "kernels.h"
 
 /* ---------------------------------------------------------------- 16 partial sums */
@@ -214,13 +215,14 @@ static void rmsnorm(const float *x, const float *weight, float eps, int n, float
   for (int i = 0; i < n; i++) y[i] = x[i] * r * weight[i];
 }
 
-static void gate(const float *w, const float *bias, int experts, int hidden, const float *x, float *logits) {
-  for (int e = 0; e < experts; e++) {
-    float s[16] = {0};
-    for (int k = 0; k < hidden; k++) s[k % 16] = fmaf(w[(int64_t)e * hidden + k], x[k], s[k % 16]);
-    logits[e] = fold(s);
-    if (bias) logits[e] += bias[e];
-  }
+static void gate(const float *w, const float *bias, int experts, int hidden, const float *x, ptrdiff_t ld, int n, float *logits) {
+  for (int t = 0; t < n; t++, x += ld, logits += experts)
+    for (int e = 0; e < experts; e++) {
+      float s[16] = {0};
+      for (int k = 0; k < hidden; k++) s[k % 16] = fmaf(w[(int64_t)e * hidden + k], x[k], s[k % 16]);
+      logits[e] = fold(s);
+      if (bias) logits[e] += bias[e];
+    }
 }
 
 static void silu_mul(const float *gu, ptrdiff_t ld, int n_rows, int panels, float *y, ptrdiff_t y_ld) {
@@ -357,6 +359,43 @@ static void top_k(const float *z, int ld, int experts, int n, int k, int32_t *id
   }
 }
 
+/* y may be z. */
+static void softmax(const float *z, int n, float *y) {
+  float top = -INFINITY, s[16] = {0};
+  for (int i = 0; i < n; i++) top = larger(z[i], top);
+  for (int i = 0; i < n; i++) s[i % 16] += y[i] = colibri_expf(z[i] - top);
+  float inverse = 1.0f / fold(s);
+  for (int i = 0; i < n; i++) y[i] *= inverse;
+}
+
+static float sqrt_softplus(float z) {
+  float u = colibri_expf(-fabsf(z)), p = colibri_log1p_terms[0];
+  for (int i = 1; i < COLIBRI_LOG1P_TERMS; i++) p = fmaf(p, u, colibri_log1p_terms[i]);
+  return sqrtf(fmaf(p, u, larger(z, 0.0f)));
+}
+
+static void scores(int score, const float *z, ptrdiff_t ld, int experts, int n, float *y, uint8_t *bad) {
+  for (int t = 0; t < n; t++, z += ld, y += experts) {
+    bad[t] = 0;
+    for (int e = 0; e < experts; e++) bad[t] |= !is_finite(z[e]);
+    if (score == COLIBRI_SCORE_SOFTMAX_ALL) softmax(z, experts, y);
+    for (int e = 0; score == COLIBRI_SCORE_SIGMOID && e < experts; e++) y[e] = 1.0f / (1.0f + colibri_expf(-z[e]));
+    for (int e = 0; score == COLIBRI_SCORE_SQRT_SOFTPLUS && e < experts; e++) y[e] = sqrt_softplus(z[e]);
+    for (int e = 0; score == COLIBRI_SCORE_LOGITS && e < experts; e++) y[e] = z[e];
+  }
+}
+
+static void group_best(const float *s, int size, int groups, int n, int sum_top2, float *metric) {
+  for (int g = 0; g < n * groups; g++, s += size) {
+    float first = -INFINITY, second = -INFINITY;
+    for (int e = 0; e < size; e++) {
+      second = larger(second, first < s[e] ? first : s[e]);
+      first = larger(first, s[e]);
+    }
+    metric[g] = sum_top2 ? first + second : first;
+  }
+}
+
 static int32_t argmax(const float *x, int32_t n) {
   int32_t best = 0;
   for (int32_t i = 0; i < n; i++) {
@@ -391,6 +430,8 @@ const colibri_kernels *colibri_kernels_generic(void) {
     .attend = attend,
     .top2_softmax = top2_softmax,
     .top_k = top_k,
+    .scores = scores,
+    .group_best = group_best,
     .argmax = argmax,
     .sum_exp = sum_exp,
     .exp = exp_all,

@@ -3,7 +3,7 @@
  *
  * A v16_*.h defines the type v16, V16_REGISTERS (how many fit into the register file) and, n being 0..16 and unaligned pointers allowed throughout:
  *   v16_set1 v16_load v16_store       and _n: the first n lanes only; others load as 0, memory behind them is not touched
- *   v16_add _sub _mul _div _fma _neg  fma(a, b, c) = a b + c, rounded once
+ *   v16_add _sub _mul _div _fma _neg _sqrt  fma(a, b, c) = a b + c, rounded once
  *   v16_max(a, b) v16_min(a, b)       a > b ? a : b and a < b ? a : b, so b where a is NaN
  *   v16_first(n, a, b)                the first n lanes of a, the others of b
  *   v16_fold(a) v16_top(a)            sum in the order 8, 4, 2, 1; largest lane
@@ -163,29 +163,51 @@ static void rmsnorm(const float *x, const float *weight, float eps, int n, float
   if (tail) v16_store_n(y + i, v16_mul(v16_mul(v16_load_n(x + i, tail), r), v16_load_n(weight + i, tail)), tail);
 }
 
-/* `count` experts' logits, count a constant. */
-V16 void gate_some(const int count, const float *w, const float *bias, int hidden, const float *x, float *logits) {
-  v16 sum[4];
+#if V16_REGISTERS >= 32 /* a tile of sums and what is loaded for it stay in registers */
+#define GATE_ROWS 4
+#define GATE_EXPERTS 4
+#else
+#define GATE_ROWS 2
+#define GATE_EXPERTS 2
+#endif
+
+/* logits [rows, count] of rows and count experts, constants: each sum is by itself, whatever the tile. */
+V16 void gate_tile(const int rows, const int count, const float *w, const float *bias, int hidden, const float *x, ptrdiff_t ld, float *logits,
+                   int experts) {
+  v16 sum[GATE_ROWS][GATE_EXPERTS], v[GATE_ROWS];
   int k = 0, tail = hidden % 16;
-  for (int e = 0; e < count; e++) sum[e] = v16_set1(0.0f);
+  for (int r = 0; r < rows; r++)
+    for (int e = 0; e < count; e++) sum[r][e] = v16_set1(0.0f);
   for (; k + 16 <= hidden; k += 16) {
-    v16 v = v16_load(x + k);
-    for (int e = 0; e < count; e++) sum[e] = v16_fma(v16_load(w + (int64_t)e * hidden + k), v, sum[e]);
+    for (int r = 0; r < rows; r++) v[r] = v16_load(x + r * ld + k);
+    for (int e = 0; e < count; e++) {
+      v16 u = v16_load(w + (int64_t)e * hidden + k);
+      for (int r = 0; r < rows; r++) sum[r][e] = v16_fma(u, v[r], sum[r][e]);
+    }
   }
-  if (tail) {
-    v16 v = v16_load_n(x + k, tail);
-    for (int e = 0; e < count; e++) sum[e] = v16_first(tail, v16_fma(v16_load_n(w + (int64_t)e * hidden + k, tail), v, sum[e]), sum[e]);
+  for (int e = 0; tail && e < count; e++) {
+    v16 u = v16_load_n(w + (int64_t)e * hidden + k, tail);
+    for (int r = 0; r < rows; r++) sum[r][e] = v16_first(tail, v16_fma(u, v16_load_n(x + r * ld + k, tail), sum[r][e]), sum[r][e]);
   }
-  for (int e = 0; e < count; e++) {
-    logits[e] = v16_fold(sum[e]);
-    if (bias) logits[e] += bias[e];
-  }
+  for (int r = 0; r < rows; r++)
+    for (int e = 0; e < count; e++) {
+      float z = v16_fold(sum[r][e]);
+      logits[(ptrdiff_t)r * experts + e] = bias ? z + bias[e] : z;
+    }
 }
 
-static void gate(const float *w, const float *bias, int experts, int hidden, const float *x, float *logits) {
+/* All rows of `count` experts. */
+V16 void gate_strip(const int count, const float *w, const float *bias, int hidden, const float *x, ptrdiff_t ld, int n, float *logits, int experts) {
+  for (; n >= GATE_ROWS; n -= GATE_ROWS, x += GATE_ROWS * ld, logits += GATE_ROWS * experts)
+    gate_tile(GATE_ROWS, count, w, bias, hidden, x, ld, logits, experts);
+  for (; n; n--, x += ld, logits += experts) gate_tile(1, count, w, bias, hidden, x, ld, logits, experts);
+}
+
+static void gate(const float *w, const float *bias, int experts, int hidden, const float *x, ptrdiff_t ld, int n, float *logits) {
   int e = 0;
-  for (; e + 4 <= experts; e += 4) gate_some(4, w + (int64_t)e * hidden, bias ? bias + e : NULL, hidden, x, logits + e);
-  for (; e < experts; e++) gate_some(1, w + (int64_t)e * hidden, bias ? bias + e : NULL, hidden, x, logits + e);
+  for (; e + GATE_EXPERTS <= experts; e += GATE_EXPERTS)
+    gate_strip(GATE_EXPERTS, w + (int64_t)e * hidden, bias ? bias + e : NULL, hidden, x, ld, n, logits + e, experts);
+  for (; e < experts; e++) gate_strip(1, w + (int64_t)e * hidden, bias ? bias + e : NULL, hidden, x, ld, n, logits + e, experts);
 }
 
 /* ---------------------------------------------------------------- elementwise */

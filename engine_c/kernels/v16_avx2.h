@@ -39,6 +39,7 @@ V16 v16 v16_mul(v16 a, v16 b) { return V16_BOTH(_mm256_mul_ps, a, b); }
 V16 v16 v16_div(v16 a, v16 b) { return V16_BOTH(_mm256_div_ps, a, b); }
 V16 v16 v16_fma(v16 a, v16 b, v16 c) { return (v16){_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)}; }
 V16 v16 v16_neg(v16 a) { return V16_BOTH(_mm256_xor_ps, a, v16_set1(-0.0f)); }
+V16 v16 v16_sqrt(v16 a) { return (v16){_mm256_sqrt_ps(a.lo), _mm256_sqrt_ps(a.hi)}; }
 V16 v16 v16_max(v16 a, v16 b) { return V16_BOTH(_mm256_max_ps, a, b); }
 V16 v16 v16_min(v16 a, v16 b) { return V16_BOTH(_mm256_min_ps, a, b); }
 V16 v16 v16_first(int n, v16 a, v16 b) {

@@ -24,6 +24,7 @@ V16 v16 v16_mul(v16 a, v16 b) { return _mm512_mul_ps(a, b); }
 V16 v16 v16_div(v16 a, v16 b) { return _mm512_div_ps(a, b); }
 V16 v16 v16_fma(v16 a, v16 b, v16 c) { return _mm512_fmadd_ps(a, b, c); }
 V16 v16 v16_neg(v16 a) { return _mm512_xor_ps(a, _mm512_set1_ps(-0.0f)); }
+V16 v16 v16_sqrt(v16 a) { return _mm512_sqrt_ps(a); }
 V16 v16 v16_max(v16 a, v16 b) { return _mm512_max_ps(a, b); }
 V16 v16 v16_min(v16 a, v16 b) { return _mm512_min_ps(a, b); }
 V16 v16 v16_first(int n, v16 a, v16 b) { return _mm512_mask_mov_ps(b, v16_lanes(n), a); }

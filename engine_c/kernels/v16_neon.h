@@ -73,6 +73,7 @@ V16 v16 v16_fma(v16 a, v16 b, v16 c) {
   return (v16){vfmaq_f32(c.q0, a.q0, b.q0), vfmaq_f32(c.q1, a.q1, b.q1), vfmaq_f32(c.q2, a.q2, b.q2), vfmaq_f32(c.q3, a.q3, b.q3)};
 }
 V16 v16 v16_neg(v16 a) { return V16_EACH(vnegq_f32, a); }
+V16 v16 v16_sqrt(v16 a) { return V16_EACH(vsqrtq_f32, a); }
 V16 v16 v16_max(v16 a, v16 b) { return V16_EACH2(v16_larger, a, b); }
 V16 v16 v16_min(v16 a, v16 b) { return V16_EACH2(v16_smaller, a, b); }
 V16 v16 v16_first(int n, v16 a, v16 b) {

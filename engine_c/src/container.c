@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "kernels.h"
+#include "router.h"
 
 #define HEADER_BYTES 64
 #define HEADER_CRC_AT 44        /* the header's checksum covers what precedes it */
@@ -67,6 +68,7 @@ struct field {
   const char *name;
   enum kind kind;
   size_t target;               /* offset in colibri_model: int32_t, float, or int32_t index of the choice */
+  bool optional;               /* left as it is if it is not there or null */
   double low, high;            /* numbers: inclusive range; a float's low of 0 excludes 0 itself if `positive` */
   bool positive;
   const char *const *choices;  /* NULL-terminated; what this engine can run */
@@ -84,10 +86,15 @@ struct object {
 
 static const char *const activations[] = {"silu", NULL};
 static const char *const rope_styles[] = {"half", "interleaved", NULL};
-static const char *const scores[] = {"softmax_all", NULL};
-static const char *const weights[] = {"softmax_chosen", "unbiased_score", NULL}; /* order of enum colibri_router_weight */
-static const char *const renorms[] = {"none", NULL};
-static const char *const applications[] = {"output", NULL};
+/* In the order of colibri.h's enums. */
+static const char *const scores[] = {"softmax_all", "sigmoid", "sqrt_softplus", "logits", NULL};
+static const char *const weights[] = {"softmax_chosen", "unbiased_score", "sparsemixer", "sigmoid_chosen", NULL};
+static const char *const group_metrics[] = {"max", "sum_top2", NULL};
+static const char *const group_masks[] = {"zero", "minus_inf", NULL};
+static const char *const renorms[] = {"none", "sum", NULL};
+static const char *const eps_ways[] = {"add", "clamp", NULL};
+static const char *const applications[] = {"output", "input", NULL};
+static const char *const router_inputs[] = {"normed", "residual", NULL};
 
 static const struct field rope_fields[] = {
   {.name = "style", .kind = KIND_CHOICE, .target = AT(rope_interleaved), .choices = rope_styles},
@@ -114,15 +121,24 @@ static const struct field arch_fields[] = {
 };
 static const struct object arch_object = {"arch", arch_fields, 14, false};
 
+/* colibri_router_check has the last word on how they go together. */
 static const struct field router_fields[] = {
   {.name = "score", .kind = KIND_CHOICE, .target = AT(router.score), .choices = scores},
   {.name = "k", .kind = KIND_INT, .target = AT(router.k), .low = 1, .high = COLIBRI_MAX_TOP_K},
   {.name = "weight", .kind = KIND_CHOICE, .target = AT(router.weight), .choices = weights},
-  {.name = "renorm", .kind = KIND_CHOICE, .target = SIZE_MAX, .choices = renorms},
+  {.name = "renorm", .kind = KIND_CHOICE, .target = AT(router.renorm), .choices = renorms},
   {.name = "scale", .kind = KIND_FLOAT, .target = AT(router.scale), .low = 0, .high = 1e6, .positive = true},
-  {.name = "apply_at", .kind = KIND_CHOICE, .target = SIZE_MAX, .choices = applications},
+  {.name = "apply_at", .kind = KIND_CHOICE, .target = AT(router.apply_at), .choices = applications},
+  {.name = "renorm_eps", .kind = KIND_FLOAT, .target = AT(router.renorm_eps), .low = 0, .high = 1e6, .optional = true},
+  {.name = "renorm_way", .kind = KIND_CHOICE, .target = AT(router.renorm_way), .choices = eps_ways, .optional = true},
+  {.name = "n_group", .kind = KIND_INT, .target = AT(router.n_group), .low = 1, .high = COLIBRI_MAX_EXPERTS, .optional = true},
+  {.name = "topk_group", .kind = KIND_INT, .target = AT(router.topk_group), .low = 1, .high = COLIBRI_MAX_EXPERTS, .optional = true},
+  {.name = "group_metric", .kind = KIND_CHOICE, .target = AT(router.group_metric), .choices = group_metrics, .optional = true},
+  {.name = "group_mask", .kind = KIND_CHOICE, .target = AT(router.group_mask), .choices = group_masks, .optional = true},
+  {.name = "jitter_eps", .kind = KIND_FLOAT, .target = AT(router.jitter_eps), .low = 0, .high = 1e6, .optional = true},
+  {.name = "input", .kind = KIND_CHOICE, .target = AT(router.input), .choices = router_inputs, .optional = true},
 };
-static const struct object router_object = {"router", router_fields, 6, true};
+static const struct object router_object = {"router", router_fields, 14, true};
 
 static int read_object(const struct object *object, colibri_json *json, colibri_model *m, colibri_error *err);
 
@@ -171,6 +187,7 @@ static int read_choice_field(const struct field *f, const char *where, colibri_j
 
 static int read_field(const struct object *object, const struct field *f, colibri_json *json, colibri_model *m, colibri_error *err) {
   char where[64];
+  if (f->optional && colibri_json_peek(json) == COLIBRI_JSON_NULL) return colibri_json_skip(json) ? COLIBRI_OK : colibri_json_fail(json, f->name, err);
   stpcpy(stpcpy(stpcpy(where, object->name), "."), f->name);
   switch (f->kind) {
     case KIND_INT: return read_int_field(f, where, json, m, err);
@@ -189,7 +206,7 @@ static int unknown_key(const struct object *object, const colibri_json_string *k
                       colibri_shown(key, shown));
 }
 
-/* Reads an object of known scalars; every field must be there once. */
+/* Reads an object of known scalars; every field must be there once, an optional one may be left out. */
 static int read_object(const struct object *object, colibri_json *json, colibri_model *m, colibri_error *err) {
   colibri_json_string key;
   uint32_t seen = 0;
@@ -205,7 +222,7 @@ static int read_object(const struct object *object, colibri_json *json, colibri_
   }
   if (json->error) return colibri_json_fail(json, object->name, err);
   for (int i = 0; i < object->count; i++)
-    if (!(seen >> i & 1))
+    if (!(seen >> i & 1) && !object->fields[i].optional)
       return colibri_fail(err, COLIBRI_EFORMAT, "%s.%s is missing; convert the model again", object->name, object->fields[i].name);
   return COLIBRI_OK;
 }
@@ -234,8 +251,11 @@ static int read_requires(colibri_json *json, colibri_error *err) {
   return json->error ? colibri_json_fail(json, "requires", err) : COLIBRI_OK;
 }
 
+#define NOT_SAID -1
+
 static int read_router(struct descriptor *d, colibri_json *json, colibri_model *m, colibri_error *err) {
   d->has_router = colibri_json_peek(json) != COLIBRI_JSON_NULL;
+  m->router = (colibri_router){.topk_group = NOT_SAID, .group_metric = NOT_SAID, .group_mask = NOT_SAID, .jitter_eps = NOT_SAID};
   if (d->has_router) return read_object(&router_object, json, m, err);
   return colibri_json_skip(json) ? COLIBRI_OK : colibri_json_fail(json, "router", err);
 }
@@ -274,6 +294,30 @@ static int read_descriptor(struct descriptor *d, const char *text, size_t size, 
   return COLIBRI_OK;
 }
 
+static int missing_though(const char *field, const char *because, colibri_error *err) {
+  return colibri_fail(err, COLIBRI_EFORMAT, "router.%s is missing though %s; convert the model again", field, because);
+}
+
+/* What must be said because of something else. What need not and is not is zero. */
+static int complete_router(colibri_router *r, colibri_error *err) {
+  const struct { const char *name; int32_t *value; } of_groups[] = {
+    {"topk_group", &r->topk_group}, {"group_metric", &r->group_metric}, {"group_mask", &r->group_mask}};
+  for (int i = 0; i < 3; i++) {
+    if (*of_groups[i].value == NOT_SAID && r->n_group > 1) return missing_though(of_groups[i].name, "router.n_group says that there are groups", err);
+    if (*of_groups[i].value == NOT_SAID) *of_groups[i].value = 0;
+  }
+  if (r->jitter_eps == NOT_SAID && r->weight == COLIBRI_WEIGHT_SPARSEMIXER) return missing_though("jitter_eps", "router.weight is sparsemixer", err);
+  if (r->jitter_eps == NOT_SAID) r->jitter_eps = 0;
+  return COLIBRI_OK;
+}
+
+static int check_router(colibri_router *r, colibri_error *err) {
+  colibri_error why;
+  int rc = complete_router(r, err);
+  if (rc || !colibri_router_check(r, &why)) return rc;
+  return colibri_fail(err, COLIBRI_EFORMAT, "%s; check the source's config.json and convert again", why.message);
+}
+
 /* What one scalar must be to another. */
 static int check_scalars(const struct descriptor *d, colibri_model *m, colibri_error *err) {
   colibri_model_info *info = &m->info;
@@ -291,7 +335,7 @@ static int check_scalars(const struct descriptor *d, colibri_model *m, colibri_e
     return colibri_fail(err, COLIBRI_EFORMAT, "router.k is %d but arch.experts is %d; check the source's config.json", m->router.k, info->experts);
   m->router.experts = info->experts;
   info->top_k = m->router.k;
-  return COLIBRI_OK;
+  return check_router(&m->router, err);
 }
 
 /* A file that says int4 must hold int4. Other words than the formats' names say nothing about one format and are left alone. */

@@ -79,8 +79,9 @@ typedef struct colibri_kernels {
   /* y = x * rsqrt(mean(x^2) + eps) * weight. The sum runs over 16 partial sums (k % 16) by fma, then a fixed tree (8, 4, 2, 1). 1 / sqrtf. x may be y. */
   void (*rmsnorm)(const float *x, const float *weight, float eps, int n, float *y);
 
-  /* logits[e] = sum_k w[e][k] * x[k] (+ bias[e] if bias), f32, w [experts, hidden] row-major unpadded; 16 partial sums by fma, then the fixed tree. */
-  void (*gate)(const float *w, const float *bias, int experts, int hidden, const float *x, float *logits);
+  /* logits[t * experts + e] = sum_k w[e][k] * x[t * ld + k] (+ bias[e] if bias) of n rows, f32, w [experts, hidden] row-major unpadded; 16 partial sums
+   * (k % 16) by fma, then the fixed tree. */
+  void (*gate)(const float *w, const float *bias, int experts, int hidden, const float *x, ptrdiff_t ld, int n, float *logits);
 
   /* y[i] = silu(g[i]) * u[i], silu(g) = g / (1 + exp(-g)). For row r < n_rows and panel p < panels of a fused gate/up product
    * gu[r * ld + 32 p + (0..15 gate, 16..31 up)] -> y[r * y_ld + 16 p + 0..15]. */
@@ -104,6 +105,14 @@ typedef struct colibri_kernels {
   /* Top-k of n tokens' logits z [n, ld], 1 <= k <= experts <= 1024, k <= COLIBRI_MAX_TOP_K: ids [n, k] by descending logit, ties to the lower
    * index. bad [n]: 1 for a token with a NaN or infinite logit, whose ids are 0..k-1; else 0. */
   void (*top_k)(const float *z, int ld, int experts, int n, int k, int32_t *ids, uint8_t *bad);
+
+  /* Scores (enum colibri_router_score) of n tokens' logits z [n, ld]: y [n, experts]. Softmax: exp(z - max) * (1 / sum), the sum that of sum_exp; sigmoid:
+   * 1 / (1 + exp(-z)); sqrt_softplus: sqrt(max(z, 0) + log1p(exp(-|z|))). bad [n]: 1 for a token with a NaN or infinite logit, else 0. But for softmax y may
+   * be z. */
+  void (*scores)(int score, const float *z, ptrdiff_t ld, int experts, int n, float *y, uint8_t *bad);
+  /* What groups of neighbours are compared by: of n tokens' scores s [n, groups * size] the largest of each group, or the sum of its two largest (size >= 2):
+   * metric [n, groups]. */
+  void (*group_best)(const float *s, int size, int groups, int n, int sum_top2, float *metric);
 
   /* Index of the largest of x[n], ties to the lowest; NaN or infinity: -1. */
   int32_t (*argmax)(const float *x, int32_t n);

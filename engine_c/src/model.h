@@ -32,6 +32,7 @@ typedef struct colibri_layer {
   const float *qkv_bias;              /* [(heads + 2 kv_heads) head_dim] or NULL */
   const float *q_norm, *k_norm;       /* [head_dim] or NULL */
   const float *router;                /* [experts, hidden] or NULL: expert 0, weight 1 */
+  const float *router_input_scale;    /* [hidden] or NULL: the router's own norm of the residual stream, else it reads what the experts read */
   colibri_router_layer route;         /* what else its router has */
   colibri_matrix qkv, o;
   const colibri_expert *experts;      /* [experts] */

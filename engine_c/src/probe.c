@@ -356,7 +356,7 @@ static void scatter(float *x, size_t n) {
 
 int colibri_probe_route(const colibri_route_probe *wish, colibri_probe *out, colibri_error *err) {
   int experts = wish->experts, k = wish->top_k, n = wish->tokens, hidden = wish->hidden;
-  if (k < 1 || k > COLIBRI_MAX_TOP_K || experts < k || experts > 4096 || n < 1 || n > 4096 || hidden < 0 || hidden > 65536 || wish->calls < 1)
+  if (k < 1 || k > COLIBRI_MAX_TOP_K || experts < k || experts > COLIBRI_MAX_EXPERTS || n < 1 || n > 4096 || hidden < 0 || hidden > 65536 || wish->calls < 1)
     return colibri_fail(err, COLIBRI_EINVAL, "cannot probe a router of top %d of %d experts, %d tokens, hidden %d", k, experts, n, hidden);
   const colibri_kernels *kernels = colibri_kernels_get();
   colibri_router router = {.k = k, .experts = experts, .scale = 1};
@@ -373,7 +373,7 @@ int colibri_probe_route(const colibri_route_probe *wish, colibri_probe *out, col
   scatter(z, logits + gate);
   out->begin_ns = now_ns();
   for (int call = 0; call < wish->calls; call++) {
-    for (int t = 0; t < n && hidden; t++) kernels->gate(w, NULL, experts, hidden, x + (size_t)t * (size_t)hidden, z + (size_t)t * (size_t)experts);
+    if (hidden) kernels->gate(w, NULL, experts, hidden, x, hidden, n, z);
     colibri_route(&router, &layer, kernels, z, experts, n, ids, weights, bad);
   }
   out->end_ns = now_ns();

@@ -1,85 +1,118 @@
-/* router.c - gate logits to experts and weights.
- *
- * Softmax is monotonic, so selecting on logits selects on probabilities; and softmax over the chosen logits equals softmax over all, top-k,
- * renormalise. Both are why one selection serves every family that has no selection bias. */
+/* router.c - gate logits to experts and weights: the whole of it, and what a descriptor may say. */
 #include "router.h"
 
-#include <stdbool.h>
+#include <math.h>
 #include <string.h>
 
 #define FAST_EXPERTS 16 /* what kernels->top2_softmax takes */
 
-/* Logits of the chosen less the largest, which is the first: [n, k]. k is a constant where it matters. */
-static inline __attribute__((always_inline)) void gather(const int k, const float *z, int ld, int n, const int32_t *restrict ids,
-                                                         float *restrict depth) {
-  for (int t = 0; t < n; t++, z += ld, ids += k, depth += k) {
-    float top = z[ids[0]];
-    for (int i = 0; i < k; i++) depth[i] = z[ids[i]] - top;
-  }
-}
-
-/* Exponentials [n, k] to weights: times 1 / their sum. Bad tokens get 0. */
-static inline __attribute__((always_inline)) void normalise(const int k, int n, const uint8_t *restrict bad, float *restrict weights) {
-  for (int t = 0; t < n; t++, weights += k) {
-    float sum = 0;
-    for (int i = 0; i < k; i++) sum += weights[i];
-    float inverse = 1.0f / sum;
-    for (int i = 0; i < k; i++) weights[i] *= inverse;
-    if (__builtin_expect(bad[t], 0)) memset(weights, 0, (size_t)k * sizeof *weights);
-  }
-}
-
-/* The same with the sum over all experts. */
-static void normalise_over_all(const colibri_router *r, const colibri_kernels *kernels, const float *z, int ld, int n, const int32_t *ids,
-                               const uint8_t *bad, float *weights) {
-  for (int t = 0; t < n; t++, z += ld, ids += r->k, weights += r->k) {
-    float inverse = bad[t] ? 0 : 1.0f / kernels->sum_exp(z, r->experts, z[ids[0]]);
-    for (int i = 0; i < r->k; i++) weights[i] = bad[t] ? 0 : weights[i] * inverse;
-  }
-}
-
-static void apply_scale(const colibri_router *r, int n, float *weights) {
-  if (r->scale != 1.0f)
-    for (int64_t i = 0; i < (int64_t)n * r->k; i++) weights[i] *= r->scale;
-}
-
-/* Top 8 is the common one. */
-void colibri_route_weigh(const colibri_router *r, const colibri_router_layer *layer, const colibri_kernels *kernels, const float *z, int ld, int n,
-                         const int32_t *ids, const uint8_t *bad, float *weights) {
-  (void)layer;
-  if (r->k == 8)
-    gather(8, z, ld, n, ids, weights);
-  else
-    gather(r->k, z, ld, n, ids, weights);
-  kernels->exp(weights, n * r->k);
-  if (r->weight == COLIBRI_WEIGHT_SCORE)
-    normalise_over_all(r, kernels, z, ld, n, ids, bad, weights);
-  else if (r->k == 8)
-    normalise(8, n, bad, weights);
-  else
-    normalise(r->k, n, bad, weights);
-  apply_scale(r, n, weights);
-}
-
-void colibri_route_select_scores(const colibri_router *r, const colibri_router_layer *layer, const colibri_kernels *kernels, const float *z, int ld,
-                                 int n, float *scores) {
-  (void)layer, (void)kernels;
-  for (int t = 0; t < n; t++) memcpy(scores + (ptrdiff_t)t * r->experts, z + (ptrdiff_t)t * ld, sizeof *z * (size_t)r->experts);
-}
+/* ---------------------------------------------------------------- routing */
 
 /* True if the fast path took all tokens; false (nothing promised of the outputs) if one of them holds a NaN or infinity. */
-static bool route_fast(const colibri_router *r, const colibri_kernels *kernels, const float *z, int ld, int n, int32_t *ids, float *weights) {
-  return r->k == 2 && r->experts >= 2 && r->experts <= FAST_EXPERTS && r->weight == COLIBRI_WEIGHT_SOFTMAX_CHOSEN &&
-         kernels->top2_softmax(z, ld, r->experts, n, ids, weights) < 0;
+static bool route_fast(const colibri_router *r, const colibri_router_layer *layer, const colibri_kernels *kernels, const float *z, int ld, int n,
+                       int32_t *ids, float *weights) {
+  return r->k == 2 && r->experts >= 2 && r->experts <= FAST_EXPERTS && colibri_router_softmax_chosen(r) && !layer->select_bias &&
+         !colibri_router_has_groups(r) && kernels->top2_softmax(z, ld, r->experts, n, ids, weights) < 0;
+}
+
+/* Tokens whose weights overflow (sums of raw logits near 0, a bias or factor of such size) are bad too. */
+static void refuse_overflow(int k, int n, int32_t *ids, float *weights, uint8_t *bad) {
+  for (int t = 0; t < n; t++, ids += k, weights += k) {
+    float sum = 0; /* of differences with themselves: 0 or NaN */
+    for (int i = 0; i < k; i++) sum += weights[i] - weights[i];
+    if (sum == 0) continue;
+    bad[t] = 1;
+    for (int i = 0; i < k; i++) ids[i] = i, weights[i] = 0;
+  }
 }
 
 void colibri_route(const colibri_router *r, const colibri_router_layer *layer, const colibri_kernels *kernels, const float *z, int ld, int n,
                    int32_t *ids, float *weights, uint8_t *bad) {
-  if (route_fast(r, kernels, z, ld, n, ids, weights)) {
+  if (route_fast(r, layer, kernels, z, ld, n, ids, weights)) {
     memset(bad, 0, (size_t)n);
-    apply_scale(r, n, weights);
+    colibri_route_scale(r, layer, n, ids, weights);
   } else {
-    kernels->top_k(z, ld, r->experts, n, r->k, ids, bad);
+    colibri_route_select(r, layer, kernels, z, ld, n, ids, bad);
     colibri_route_weigh(r, layer, kernels, z, ld, n, ids, bad, weights);
   }
+  if (!colibri_router_softmax_chosen(r) || layer->expert_scale) refuse_overflow(r->k, n, ids, weights, bad);
+}
+
+/* ---------------------------------------------------------------- what a descriptor may say */
+
+static int check_range(const char *name, int32_t value, int32_t low, int32_t high, colibri_error *err) {
+  if (value >= low && value <= high) return COLIBRI_OK;
+  return colibri_fail(err, COLIBRI_EINVAL, "router.%s is %d, outside %d..%d", name, value, low, high);
+}
+
+static int check_number(const char *name, float value, float high, colibri_error *err) {
+  if (value >= 0 && value <= high) return COLIBRI_OK;
+  return colibri_fail(err, COLIBRI_EINVAL, "router.%s is %g, outside 0..%g", name, (double)value, (double)high);
+}
+
+static int check_enums(const colibri_router *r, colibri_error *err) {
+  const struct { const char *name; int32_t value, high; } fields[] = {
+    {"score", r->score, COLIBRI_SCORE_LOGITS},   {"weight", r->weight, COLIBRI_WEIGHT_SIGMOID_CHOSEN},
+    {"renorm", r->renorm, COLIBRI_RENORM_SUM},   {"renorm_way", r->renorm_way, COLIBRI_EPS_CLAMP},
+    {"apply_at", r->apply_at, COLIBRI_APPLY_INPUT}, {"input", r->input, COLIBRI_ROUTER_RESIDUAL},
+    {"group_metric", r->group_metric, COLIBRI_GROUP_BY_SUM_TOP2}, {"group_mask", r->group_mask, COLIBRI_GROUP_MASK_MINUS_INF},
+  };
+  int rc = COLIBRI_OK;
+  for (size_t i = 0; i < sizeof fields / sizeof *fields && !rc; i++) rc = check_range(fields[i].name, fields[i].value, 0, fields[i].high, err);
+  return rc;
+}
+
+static int check_groups(const colibri_router *r, colibri_error *err) {
+  if (!colibri_router_has_groups(r)) return COLIBRI_OK;
+  if (r->experts % r->n_group)
+    return colibri_fail(err, COLIBRI_EINVAL, "router.n_group is %d, which does not divide the %d experts", r->n_group, r->experts);
+  int size = r->experts / r->n_group;
+  int rc = check_range("topk_group", r->topk_group, 1, r->n_group < COLIBRI_MAX_TOP_K ? r->n_group : COLIBRI_MAX_TOP_K, err);
+  if (rc) return rc;
+  if (r->k > r->topk_group * size)
+    return colibri_fail(err, COLIBRI_EINVAL, "router.k is %d, but router.topk_group keeps only %d groups of %d experts", r->k, r->topk_group, size);
+  if (r->group_metric == COLIBRI_GROUP_BY_SUM_TOP2 && size < 2)
+    return colibri_fail(err, COLIBRI_EINVAL, "router.group_metric is sum_top2, but a group has one expert: use max or fewer groups than router.n_group %d",
+                        r->n_group);
+  return COLIBRI_OK;
+}
+
+/* A number that nothing uses is a mistake of whoever wrote it. */
+static int check_unused(const colibri_router *r, colibri_error *err) {
+  if (r->renorm == COLIBRI_RENORM_NONE && r->renorm_eps != 0)
+    return colibri_fail(err, COLIBRI_EINVAL, "router.renorm_eps is %g though router.renorm is none: leave one out", (double)r->renorm_eps);
+  if (r->weight != COLIBRI_WEIGHT_SPARSEMIXER && r->jitter_eps != 0)
+    return colibri_fail(err, COLIBRI_EINVAL, "router.jitter_eps is %g though router.weight is not sparsemixer: leave it out", (double)r->jitter_eps);
+  if (!colibri_router_has_groups(r) && r->topk_group > 1)
+    return colibri_fail(err, COLIBRI_EINVAL, "router.topk_group is %d though there are no groups: say router.n_group or leave it out", r->topk_group);
+  return COLIBRI_OK;
+}
+
+int colibri_router_check(const colibri_router *r, colibri_error *err) {
+  int rc = check_range("experts", r->experts, 1, COLIBRI_MAX_EXPERTS, err);
+  if (!rc) rc = check_range("k", r->k, 1, COLIBRI_MAX_TOP_K, err);
+  if (!rc && r->k > r->experts)
+    rc = colibri_fail(err, COLIBRI_EINVAL, "router.k is %d but there are %d experts", r->k, r->experts);
+  if (!rc) rc = check_range("n_group", r->n_group, 0, r->experts, err);
+  if (!rc) rc = check_enums(r, err);
+  if (!rc) rc = check_groups(r, err);
+  if (!rc) rc = check_number("renorm_eps", r->renorm_eps, 1e6f, err);
+  if (!rc) rc = check_number("jitter_eps", r->jitter_eps, 1e6f, err);
+  if (!rc) rc = check_number("scale", r->scale, 1e6f, err);
+  if (!rc && r->scale == 0) rc = colibri_fail(err, COLIBRI_EINVAL, "router.scale is 0: it must be above; 1 changes nothing");
+  return rc ? rc : check_unused(r, err);
+}
+
+int colibri_route_logits(const colibri_router_desc *desc, const float *select_bias, const float *expert_scale, const float *z, int ld, int n,
+                         int32_t *ids, float *weights, uint8_t *bad, colibri_error *err) {
+  if (!desc || (n > 0 && (!z || !ids || !weights || !bad)))
+    return colibri_fail(err, COLIBRI_EINVAL, "colibri_route_logits: the descriptor, z, ids, weights or bad is NULL");
+  int rc = colibri_router_check(desc, err);
+  if (!rc && (ld < desc->experts || n < 0))
+    rc = colibri_fail(err, COLIBRI_EINVAL, "colibri_route_logits: %d rows of %d logits do not hold %d experts", n, ld, desc->experts);
+  if (!rc) rc = colibri_isa_ensure(err);
+  if (rc) return rc;
+  colibri_router_layer layer = {.select_bias = select_bias, .expert_scale = expert_scale};
+  colibri_route(desc, &layer, colibri_kernels_get(), z, ld, n, ids, weights, bad);
+  return COLIBRI_OK;
 }

@@ -134,16 +134,45 @@ static void project_o(colibri_lane_env *env, const colibri_phase *p, const colib
 
 /* ---------------------------------------------------------------- experts */
 
+/* Normed rows that are at hand at the same time: the gate is faster for several. */
+#define MOE_ROWS 16
+
+/* Gate logits of rows row.. of n, normed [n, hidden_pad] being what the experts read. Where the router has a norm of its own, normed is used up. */
+static void gate_rows(const colibri_lane_env *env, const colibri_layer *layer, int row, int n, float *normed) {
+  const colibri_arena *a = &env->arena;
+  const colibri_model_info *i = &env->model->info;
+  int stride = a->dims.hidden_pad;
+  for (int r = 0; layer->router_input_scale && r < n; r++)
+    env->kernels->rmsnorm(a->x1 + (int64_t)(row + r) * stride, layer->router_input_scale, i->norm_eps, i->hidden, normed + (int64_t)r * stride);
+  env->kernels->gate(layer->router, layer->route.bias, i->experts, i->hidden, normed, stride, n, a->gate + (int64_t)row * i->experts);
+}
+
 static void prepare_moe(colibri_lane_env *env, const colibri_phase *p, const colibri_task *t) {
   const colibri_arena *a = &env->arena;
   const colibri_model_info *i = &env->model->info;
   const colibri_layer *layer = &env->model->layers[p->layer];
-  for (int row = t->a0; row < t->a1; row++) {
-    env->kernels->rmsnorm(a->x1 + (int64_t)row * a->dims.hidden_pad, layer->ffn_norm, i->norm_eps, i->hidden, env->vector);
-    if (layer->router)
-      env->kernels->gate(layer->router, layer->route.bias, i->experts, i->hidden, env->vector, a->gate + (int64_t)row * i->experts);
-    prepare_row(env, &layer->experts[0].gate_up, env->vector, a->act_hidden + (int64_t)row * a->dims.hidden_row_bytes, row, p->layer);
+  int stride = a->dims.hidden_pad, room = COLIBRI_PRODUCT_FLOATS / stride, most = room < 1 ? 1 : room < MOE_ROWS ? room : MOE_ROWS;
+  float *normed = room < 1 ? env->vector : env->product;
+  for (int row = t->a0; row < t->a1; row += most) {
+    int n = t->a1 - row < most ? t->a1 - row : most;
+    for (int r = 0; r < n; r++) {
+      float *x = normed + (int64_t)r * stride;
+      env->kernels->rmsnorm(a->x1 + (int64_t)(row + r) * stride, layer->ffn_norm, i->norm_eps, i->hidden, x);
+      prepare_row(env, &layer->experts[0].gate_up, x, a->act_hidden + (int64_t)(row + r) * a->dims.hidden_row_bytes, row + r, p->layer);
+    }
+    if (layer->router) gate_rows(env, layer, row, n, normed);
   }
+}
+
+/* Rows of products times their pairs' weights, where a weight multiplies what an expert reads: the products are linear in it. */
+static void weigh_input(const colibri_lane_env *env, int pair, int n, int width, float *product) {
+  for (int r = 0; r < n; r++)
+    for (int j = 0; j < width; j++) product[(int64_t)r * width + j] *= env->arena.pair_weight[pair + r];
+}
+
+/* What multiplies an expert's output. */
+static float output_weight(const colibri_lane_env *env, int pair) {
+  return env->model->router.apply_at == COLIBRI_APPLY_INPUT ? 1.0f : env->arena.pair_weight[pair];
 }
 
 /* Hidden activations of pairs a0..a1 for neurons 32 b0 .. 32 b1: two panels give 32 neurons, one quantisation group, prepared on the spot. */
@@ -160,6 +189,7 @@ static void gate_up(colibri_lane_env *env, const colibri_phase *p, const colibri
       int pairs = t->b1 - b < step ? t->b1 - b : step;
       float *hidden = env->product + (int64_t)n * 64 * pairs;
       env->kernels->gemm[x->gate_up.format](panel_at(&x->gate_up, 2 * b), 2 * pairs, x->gate_up.groups, env->rows, n, env->product, 64 * pairs);
+      if (env->model->router.apply_at == COLIBRI_APPLY_INPUT) weigh_input(env, r0, n, 64 * pairs, env->product);
       env->kernels->silu_mul(env->product, 64 * pairs, n, 2 * pairs, hidden, 32 * pairs);
       int valid = ffn - 32 * b < 32 * pairs ? ffn - 32 * b : 32 * pairs;
       for (int r = 0; r < n; r++)
@@ -190,7 +220,7 @@ static void down(colibri_lane_env *env, const colibri_phase *p, const colibri_ta
         int panels = t->b1 - b < step ? t->b1 - b : step;
         env->kernels->gemm[m->format](panel_at(m, b), panels, m->groups, env->rows, n, env->product, 32 * panels);
         for (int r = 0; r < n; r++)
-          env->kernels->axpy(a->pair_weight[r0 + r], env->product + (int64_t)r * 32 * panels, 32 * panels,
+          env->kernels->axpy(output_weight(env, r0 + r), env->product + (int64_t)r * 32 * panels, 32 * panels,
                              a->x0 + (int64_t)a->pair_row[r0 + r] * stride + 32 * b);
       }
     }
@@ -218,7 +248,7 @@ static void combine(colibri_lane_env *env, const colibri_task *t) {
     memcpy(a->x0 + at, a->x1 + at, sizeof(float) * (size_t)width);
     for (int i = 0; i < k; i++) {
       int32_t pair = a->row_pairs[row * (int64_t)k + i];
-      env->kernels->axpy(a->pair_weight[pair], a->pair_out + (int64_t)pair * stride + 32 * t->b0, width, a->x0 + at);
+      env->kernels->axpy(output_weight(env, pair), a->pair_out + (int64_t)pair * stride + 32 * t->b0, width, a->x0 + at);
     }
   }
 }

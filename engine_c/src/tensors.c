@@ -1,6 +1,6 @@
 /* tensors.c - the tensor table of a `.colibri` file: read, checked against the architecture and the file, bound to pointers.
  *
- * A known name is a slot in a flat array (4 globals, then per layer 9 tensors and its experts), so finding, missing and double
+ * A known name is a slot in a flat array (4 globals, then per layer 13 tensors and its experts), so finding, missing and double
  * entries cost one pass whatever their number. Nothing is allocated that the table's own size does not pay for. */
 #include "container.h"
 
@@ -11,9 +11,11 @@
 #include "kernels.h"
 
 enum global_role { EMBED, HEAD, FINAL_NORM, INV_FREQ, GLOBALS };
-enum layer_role { ATTN_NORM, FFN_NORM, QKV, O, ROUTER, QKV_BIAS, Q_NORM, K_NORM, ROUTER_BIAS, LAYER_ROLES };
+enum layer_role { ATTN_NORM, FFN_NORM, QKV, O, ROUTER, QKV_BIAS, Q_NORM, K_NORM, ROUTER_BIAS, ROUTER_SELECT_BIAS, ROUTER_EXPERT_SCALE,
+                  ROUTER_INPUT_SCALE, LAYER_ROLES };
 static const char *const global_names[GLOBALS] = {"embed", "head", "final_norm", "rope.inv_freq"};
-static const char *const layer_names[LAYER_ROLES] = {"attn_norm", "ffn_norm", "qkv", "o", "router", "qkv_bias", "q_norm", "k_norm", "router_bias"};
+static const char *const layer_names[LAYER_ROLES] = {"attn_norm", "ffn_norm", "qkv", "o", "router", "qkv_bias", "q_norm", "k_norm", "router_bias",
+                                                    "router_select_bias", "router_expert_scale", "router_input_scale"};
 static const char *const format_names[COLIBRI_FORMATS] = {"f32", "bf16", "int8", "int4"};
 
 enum layout { PLAIN, P32, EXPERT, LAYOUTS };
@@ -273,7 +275,8 @@ static struct want want_of(const struct binding *b, int64_t slot) {
     case ROUTER: return (struct want){PLAIN, a->experts, a->hidden, true};
     case QKV_BIAS: return (struct want){PLAIN, 0, qkv, true};
     case Q_NORM: case K_NORM: return (struct want){PLAIN, 0, a->head_dim, true};
-    case ROUTER_BIAS: return (struct want){PLAIN, 0, a->experts, true};
+    case ROUTER_BIAS: case ROUTER_SELECT_BIAS: case ROUTER_EXPERT_SCALE: return (struct want){PLAIN, 0, a->experts, true};
+    case ROUTER_INPUT_SCALE: return (struct want){PLAIN, 0, a->hidden, true};
     default: return (struct want){EXPERT, a->ffn, a->hidden, true}; /* check_layer says which experts must be there */
   }
 }
@@ -420,6 +423,24 @@ static int bind_experts(const struct binding *b, int32_t index, int64_t base) {
   return COLIBRI_OK;
 }
 
+/* A vector of the router without a router, or a norm of its own that the descriptor does not speak of, would change results: refused. */
+static int bind_router(const struct binding *b, int32_t index, int64_t base) {
+  static const enum layer_role vectors[] = {ROUTER_BIAS, ROUTER_SELECT_BIAS, ROUTER_EXPERT_SCALE, ROUTER_INPUT_SCALE};
+  colibri_layer *l = &b->m->layers[index];
+  const float **places[] = {&l->route.bias, &l->route.select_bias, &l->route.expert_scale, &l->router_input_scale};
+  bool residual = b->m->router.input == COLIBRI_ROUTER_RESIDUAL;
+  int rc = fetch_plain(b, base + ROUTER, &l->router);
+  for (int i = 0; i < 4 && !rc; i++) {
+    rc = fetch_plain(b, base + vectors[i], places[i]);
+    if (!rc && *places[i] && !l->router)
+      rc = colibri_fail(b->err, COLIBRI_EFORMAT, "tensor layers.%d.%s is there but layers.%d.router is missing; convert the model again", index,
+                        layer_names[vectors[i]], index);
+  }
+  if (rc || !l->router || residual == (l->router_input_scale != NULL)) return rc;
+  return colibri_fail(b->err, COLIBRI_EFORMAT, "tensor layers.%d.router_input_scale is %s though router.input is %s; convert the model again", index,
+                      residual ? "missing" : "there", residual ? "residual" : "normed");
+}
+
 static int bind_layer(const struct binding *b, int32_t index) {
   colibri_layer *l = &b->m->layers[index];
   int64_t base = GLOBALS + index * b->per_layer;
@@ -430,15 +451,11 @@ static int bind_layer(const struct binding *b, int32_t index) {
   if (!rc) rc = same_format(b, base + QKV, l->qkv.format, &b->m->info.backbone_format);
   if (!rc) rc = fetch_matrix(b, base + O, &l->o);
   if (!rc) rc = same_format(b, base + O, l->o.format, &b->m->info.backbone_format);
-  if (!rc) rc = fetch_plain(b, base + ROUTER, &l->router);
   if (!rc) rc = fetch_plain(b, base + QKV_BIAS, &l->qkv_bias);
   if (!rc) rc = fetch_plain(b, base + Q_NORM, &l->q_norm);
   if (!rc) rc = fetch_plain(b, base + K_NORM, &l->k_norm);
-  if (!rc) rc = fetch_plain(b, base + ROUTER_BIAS, &l->route.bias);
+  if (!rc) rc = bind_router(b, index, base);
   if (rc) return rc;
-  if (l->route.bias && !l->router)
-    return colibri_fail(b->err, COLIBRI_EFORMAT, "tensor layers.%d.router_bias is there but layers.%d.router is missing; convert the model again",
-                        index, index);
   b->m->info.router_layers += l->router != NULL;
   return bind_experts(b, index, base);
 }

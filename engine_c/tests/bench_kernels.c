@@ -118,11 +118,11 @@ static void bench_small(const colibri_kernels *k, const float *x, float *out) {
   static _Alignas(64) float weights[64];
   double top2 = SECONDS(1000, k->top2_softmax(x + 16 * (i % 64), 8, 8, 16, ids, weights));
   double norm = SECONDS(100, k->rmsnorm(x, x, 1e-5f, HIDDEN, out));
-  double gate = SECONDS(100, k->gate(x, NULL, 8, HIDDEN, x + 8 * HIDDEN, out));
+  double gate = SECONDS(100, k->gate(x, NULL, 8, HIDDEN, x + 8 * HIDDEN, HIDDEN, 16, out));
   double silu = SECONDS(100, k->silu_mul(x, 2 * FFN, 1, FFN / 16, out, FFN));
   double axpy = SECONDS(100, k->axpy(0.5f, x, HIDDEN, out));
   double sum = SECONDS(4, weights[0] += k->sum_exp(x, 32000, 1)), most = SECONDS(4, ids[0] += k->argmax(x, 32000));
-  printf("%-7s top2 of 8, 16 tokens %.1f ns; rmsnorm %d %.0f ns; gate 8 x %d %.0f ns; silu_mul %d %.0f ns; axpy %.0f ns; 32000 logits: sum_exp %.1f us, argmax %.1f us\n",
+  printf("%-7s top2 of 8, 16 tokens %.1f ns; rmsnorm %d %.0f ns; gate of 16 tokens, 8 x %d %.0f ns; silu_mul %d %.0f ns; axpy %.0f ns; 32000 logits: sum_exp %.1f us, argmax %.1f us\n",
          k->name, top2 * 1e9, HIDDEN, norm * 1e9, HIDDEN, gate * 1e9, FFN, silu * 1e9, axpy * 1e9, sum * 1e6, most * 1e6);
 }
 

@@ -36,6 +36,8 @@ static unsigned touch_model(const colibri_model *m) {
     const colibri_layer *layer = &m->layers[l];
     sum += touch_matrix(&layer->qkv) + touch_matrix(&layer->o) + touch_floats(layer->attn_norm, info->hidden) + touch_floats(layer->ffn_norm, info->hidden);
     sum += touch_floats(layer->router, (int64_t)info->experts * info->hidden) + touch_floats(layer->route.bias, info->experts);
+    sum += touch_floats(layer->route.select_bias, info->experts) + touch_floats(layer->route.expert_scale, info->experts);
+    sum += touch_floats(layer->router_input_scale, info->hidden);
     sum += touch_floats(layer->qkv_bias, (int64_t)(info->heads + 2 * info->kv_heads) * info->head_dim);
     sum += touch_floats(layer->q_norm, info->head_dim) + touch_floats(layer->k_norm, info->head_dim);
     for (int e = 0; e < info->experts; e++) {

@@ -6,11 +6,11 @@
 
 /* The smallest models with each format, tied and not, with and without a router and the optional tensors. */
 static const image_shape shapes[] = {
-  {1, 1, 1, 1, 1, 2, 1, 1, 1, "int4", "int4", true, false},
-  {1, 1, 1, 1, 1, 2, 1, 1, 1, "int4", "int8", false, false},
-  {1, 1, 1, 1, 1, 2, 1, 2, 1, "int4", "int4", true, false},
-  {1, 1, 2, 2, 1, 2, 1, 2, 2, "int8", "int4", true, true},
-  {1, 1, 1, 1, 1, 2, 1, 1, 1, "bf16", "f32", true, false},
+  {1, 1, 1, 1, 1, 2, 1, 1, 1, "int4", "int4", true, false, false},
+  {1, 1, 1, 1, 1, 2, 1, 1, 1, "int4", "int8", false, false, false},
+  {1, 1, 1, 1, 1, 2, 1, 2, 1, "int4", "int4", true, false, false},
+  {1, 1, 2, 2, 1, 2, 1, 2, 2, "int8", "int4", true, true, false},
+  {1, 1, 1, 1, 1, 2, 1, 1, 1, "bf16", "f32", true, false, false},
 };
 
 /* Words the parser looks for, which mutations would hardly find. */
@@ -19,6 +19,8 @@ static const char *const words[] = {
   "sliding_window", "norm_eps", "attention_scale", "activation", "rope", "style", "dims", "scale", "score", "weight", "renorm", "apply_at", "layout", "format",
   "shape", "offset", "length", "sha256", "plain", "p32", "expert", "f32", "bf16", "int8", "int4", "silu", "half", "interleaved", "softmax_all", "softmax_chosen",
   "unbiased_score", "none", "output", "embed", "head", "final_norm", "rope.inv_freq", "extra.", ".attn_norm", ".ffn_norm", ".qkv", ".o", ".router", ".qkv_bias",
+  "sigmoid", "sqrt_softplus", "logits", "sparsemixer", "sigmoid_chosen", "sum", "sum_top2", "max", "zero", "minus_inf", "input", "residual", "normed", "n_group",
+  "topk_group", "group_metric", "group_mask", "renorm_eps", "renorm_way", "jitter_eps", ".router_select_bias", ".router_expert_scale", ".router_input_scale",
   ".q_norm", ".k_norm", ".router_bias", ".experts.", "layers.0", "layers.1", "null", "true", "false", "1e308", "1e-400", "-1", "9223372036854775807",
   "18446744073709551615", "4294967296", "2147483648", "\\u0000", "\\ud83d", "[[[[[[[[",
 };

@@ -13,7 +13,8 @@
 typedef struct image_shape {
   int vocab, hidden, layers, heads, kv_heads, head_dim, ffn, experts, k;
   const char *format, *head_format;  /* of qkv, o and experts; of embed and head */
-  bool tied, extras;                 /* extras: all optional tensors are there */
+  bool tied, extras;                 /* extras: all optional tensors are there but router_input_scale */
+  bool residual;                     /* that one is there */
 } image_shape;
 
 typedef struct image {
@@ -62,10 +63,12 @@ static inline void image_packed(image *im, const char *name, const char *format,
 }
 
 static inline void image_layer(image *im, const image_shape *s, int layer) {
-  static const char *const plain[] = {"attn_norm", "ffn_norm", "qkv_bias", "q_norm", "k_norm", "router_bias"};
-  int qkv = (s->heads + 2 * s->kv_heads) * s->head_dim, sizes[] = {s->hidden, s->hidden, qkv, s->head_dim, s->head_dim, s->experts};
+  static const char *const plain[] = {"attn_norm", "ffn_norm", "qkv_bias", "q_norm", "k_norm", "router_bias", "router_select_bias",
+                                      "router_expert_scale", "router_input_scale"};
+  int qkv = (s->heads + 2 * s->kv_heads) * s->head_dim, sizes[] = {s->hidden, s->hidden, qkv, s->head_dim, s->head_dim, s->experts, s->experts, s->experts, s->hidden};
   char name[64];
-  for (int i = 0; i < (s->extras ? 6 : 2); i++) {
+  for (int i = 0; i < 9; i++) {
+    if (i >= 2 && !(i == 8 ? s->residual : s->extras)) continue;
     snprintf(name, sizeof name, "layers.%d.%s", layer, plain[i]);
     image_plain(im, name, sizes[i], 0);
   }
@@ -105,7 +108,7 @@ static inline image image_make_at(const image_shape *s, uint64_t data_start) {
 
 /* With room for the descriptor to grow by some kilobytes. */
 static inline image image_make(const image_shape *s) {
-  uint64_t rows = 8 + (uint64_t)s->layers * (uint64_t)(9 + s->experts);
+  uint64_t rows = 8 + (uint64_t)s->layers * (uint64_t)(12 + s->experts);
   return image_make_at(s, (rows * 256 + 8192 + 4095) / 4096 * 4096);
 }
 

@@ -12,7 +12,7 @@
 #include "kernels.h"
 #include "model.h"
 
-static const image_shape usual = {10, 64, 2, 4, 2, 16, 48, 3, 2, "int4", "int8", false, true};
+static const image_shape usual = {10, 64, 2, 4, 2, 16, 48, 3, 2, "int4", "int8", false, true, false};
 
 /* ---------------------------------------------------------------- running the parser */
 
@@ -65,12 +65,12 @@ static void refused_image(const char *what, const image *im, int code, const cha
 /* ---------------------------------------------------------------- valid images */
 
 static const image_shape shapes[] = {
-  {10, 64, 2, 4, 2, 16, 48, 3, 2, "int4", "int8", false, true},
-  {1, 1, 1, 1, 1, 2, 1, 1, 1, "f32", "f32", true, false},
-  {50, 96, 3, 3, 1, 40, 112, 5, 2, "bf16", "bf16", true, false},
-  {33, 160, 1, 6, 3, 20, 176, 6, 6, "int8", "int8", false, false},
-  {7, 32, 2, 2, 2, 16, 16, 64, 8, "f32", "int4", false, true},
-  {7, 32, 1, 2, 2, 16, 16, 1024, 64, "int4", "f32", true, true},
+  {10, 64, 2, 4, 2, 16, 48, 3, 2, "int4", "int8", false, true, false},
+  {1, 1, 1, 1, 1, 2, 1, 1, 1, "f32", "f32", true, false, false},
+  {50, 96, 3, 3, 1, 40, 112, 5, 2, "bf16", "bf16", true, false, false},
+  {33, 160, 1, 6, 3, 20, 176, 6, 6, "int8", "int8", false, false, false},
+  {7, 32, 2, 2, 2, 16, 16, 64, 8, "f32", "int4", false, true, false},
+  {7, 32, 1, 2, 2, 16, 16, 1024, 64, "int4", "f32", true, true, false},
 };
 
 static uint64_t packed(const char *format, int n, int k) { return image_ceil32(n) * image_ceil32(k) * image_block(format); }
@@ -81,7 +81,7 @@ static void check_info(const colibri_model *m, const image_shape *s, const image
   uint64_t expert = 3 * image_ceil32(s->ffn) * image_ceil32(s->hidden) * image_block(s->format), table = packed(s->head_format, s->vocab, s->hidden);
   uint64_t layer = 8 * hidden + packed(s->format, (int)rows, s->hidden) + packed(s->format, s->hidden, s->heads * s->head_dim);
   if (s->experts > 1) layer += (uint64_t)s->experts * hidden * 4;
-  if (s->extras) layer += 4 * (rows + 2 * (uint64_t)s->head_dim + (uint64_t)s->experts);
+  if (s->extras) layer += 4 * (rows + 2 * (uint64_t)s->head_dim + 3 * (uint64_t)s->experts);
   uint64_t rest = (uint64_t)s->layers * layer + 4 * hidden + 4 * (uint64_t)(s->head_dim / 2);
   CHECK(i->vocab == s->vocab && i->hidden == s->hidden && i->layers == s->layers && i->heads == s->heads && i->kv_heads == s->kv_heads, "shape");
   CHECK(i->head_dim == s->head_dim && i->ffn == s->ffn && i->experts == s->experts && i->top_k == s->k && i->max_context == 4096, "shape");
@@ -139,6 +139,9 @@ struct edit {
   const char *needle;   /* in the sentence */
 };
 
+/* Says something else of the router's score, and more. */
+#define ROUTER(to, code, needle) {"\"score\": \"softmax_all\"", to, code, needle}
+
 static const struct edit edits[] = {
   /* harmless */
   {"\"requires\": [], ", "", COLIBRI_OK, ""},
@@ -154,14 +157,46 @@ static const struct edit edits[] = {
   {"\"name\": \"layers.0.qkv_bias\"", "\"name\": \"extra.anything\"", COLIBRI_OK, ""},
   {"\"sliding_window\": 128", "\"sliding_window\": 0", COLIBRI_OK, ""},
   {"\"norm_eps\": 1e-05", "\"norm_eps\": 0", COLIBRI_OK, ""},
+  ROUTER("\"score\": \"sigmoid\"", COLIBRI_OK, ""),
+  ROUTER("\"score\": \"sqrt_softplus\"", COLIBRI_OK, ""),
+  ROUTER("\"score\": \"logits\", \"input\": \"normed\"", COLIBRI_OK, ""),
+  ROUTER("\"score\": \"sigmoid\", \"n_group\": 3, \"topk_group\": 2, \"group_metric\": \"max\", \"group_mask\": \"zero\"", COLIBRI_OK, ""),
+  ROUTER("\"score\": \"sigmoid\", \"n_group\": 1, \"topk_group\": 1, \"group_metric\": null, \"jitter_eps\": null", COLIBRI_OK, ""),
+  {"\"renorm\": \"none\"", "\"renorm\": \"sum\"", COLIBRI_OK, ""},
+  {"\"renorm\": \"none\"", "\"renorm\": \"sum\", \"renorm_eps\": 1e-12, \"renorm_way\": \"clamp\"", COLIBRI_OK, ""},
+  {"\"weight\": \"softmax_chosen\"", "\"weight\": \"sparsemixer\", \"jitter_eps\": 0.01", COLIBRI_OK, ""},
+  {"\"weight\": \"softmax_chosen\"", "\"weight\": \"sigmoid_chosen\"", COLIBRI_OK, ""},
+  {"\"apply_at\": \"output\"", "\"apply_at\": \"input\"", COLIBRI_OK, ""},
+  {"\"name\": \"layers.0.router_select_bias\"", "\"name\": \"extra.anything\"", COLIBRI_OK, ""},
+  /* routers that contradict themselves */
+  {"\"weight\": \"softmax_chosen\"", "\"weight\": \"sparsemixer\"", COLIBRI_EFORMAT, "router.jitter_eps is missing though router.weight is sparsemixer"},
+  {"\"weight\": \"softmax_chosen\"", "\"weight\": \"softmax_chosen\", \"jitter_eps\": 0.01", COLIBRI_EFORMAT, "router.weight is not sparsemixer"},
+  {"\"renorm\": \"none\"", "\"renorm\": \"none\", \"renorm_eps\": 1e-20", COLIBRI_EFORMAT, "router.renorm_eps is 1e-20 though router.renorm is none"},
+  {"\"renorm\": \"none\"", "\"renorm\": \"sum\", \"renorm_eps\": -1", COLIBRI_EFORMAT, "router.renorm_eps is -1"},
+  {"\"renorm\": \"none\"", "\"renorm\": \"sum\", \"renorm_way\": \"floor\"", COLIBRI_EUNSUPPORTED, "this engine runs: add, clamp"},
+  ROUTER("\"score\": \"sigmoid\", \"n_group\": 0", COLIBRI_EFORMAT, "router.n_group is 0, outside 1.."),
+  ROUTER("\"score\": \"sigmoid\", \"n_group\": 2, \"topk_group\": 1, \"group_metric\": \"max\", \"group_mask\": \"zero\"", COLIBRI_EFORMAT,
+         "router.n_group is 2, which does not divide the 3 experts"),
+  ROUTER("\"score\": \"sigmoid\", \"n_group\": 3, \"topk_group\": 2", COLIBRI_EFORMAT, "router.group_metric is missing though router.n_group"),
+  ROUTER("\"score\": \"sigmoid\", \"n_group\": 3, \"group_metric\": \"max\", \"group_mask\": \"zero\"", COLIBRI_EFORMAT, "router.topk_group is missing"),
+  ROUTER("\"score\": \"sigmoid\", \"n_group\": 3, \"topk_group\": 1, \"group_metric\": \"max\", \"group_mask\": \"zero\"", COLIBRI_EFORMAT,
+         "router.k is 2, but router.topk_group keeps only 1 groups of 1 experts"),
+  ROUTER("\"score\": \"sigmoid\", \"n_group\": 3, \"topk_group\": 4, \"group_metric\": \"max\", \"group_mask\": \"zero\"", COLIBRI_EFORMAT,
+         "router.topk_group is 4, outside 1..3"),
+  ROUTER("\"score\": \"sigmoid\", \"n_group\": 3, \"topk_group\": 2, \"group_metric\": \"sum_top2\", \"group_mask\": \"zero\"", COLIBRI_EFORMAT,
+         "router.group_metric is sum_top2, but a group has one expert"),
+  ROUTER("\"score\": \"sigmoid\", \"topk_group\": 2", COLIBRI_EFORMAT, "router.topk_group is 2 though there are no groups"),
+  ROUTER("\"score\": \"sigmoid\", \"input\": \"residual\"", COLIBRI_EFORMAT, "layers.0.router_input_scale is missing though router.input is residual"),
   /* what this engine cannot run */
   {"\"requires\": []", "\"requires\": [\"mla\"]", COLIBRI_EUNSUPPORTED, "\"mla\""},
-  {"\"score\": \"softmax_all\"", "\"score\": \"sigmoid\"", COLIBRI_EUNSUPPORTED, "router.score is \"sigmoid\"; this engine runs: softmax_all"},
-  {"\"weight\": \"softmax_chosen\"", "\"weight\": \"sparsemixer\"", COLIBRI_EUNSUPPORTED, "softmax_chosen, unbiased_score"},
-  {"\"renorm\": \"none\"", "\"renorm\": \"sum\"", COLIBRI_EUNSUPPORTED, "router.renorm"},
+  {"\"score\": \"softmax_all\"", "\"score\": \"tanh\"", COLIBRI_EUNSUPPORTED,
+   "router.score is \"tanh\"; this engine runs: softmax_all, sigmoid, sqrt_softplus, logits"},
+  {"\"weight\": \"softmax_chosen\"", "\"weight\": \"uniform\"", COLIBRI_EUNSUPPORTED,
+   "this engine runs: softmax_chosen, unbiased_score, sparsemixer, sigmoid_chosen"},
+  {"\"renorm\": \"none\"", "\"renorm\": \"l2\"", COLIBRI_EUNSUPPORTED, "router.renorm is \"l2\"; this engine runs: none, sum"},
   {"\"renorm\": \"none\"", "\"renorm\": \"none\", \"groups\": {\"n_group\": 8}", COLIBRI_EUNSUPPORTED, "router.groups"},
   {"\"renorm\": \"none\"", "\"renorm\": \"none\", \"sel_bias\": true", COLIBRI_EUNSUPPORTED, "router.sel_bias"},
-  {"\"apply_at\": \"output\"", "\"apply_at\": \"input\"", COLIBRI_EUNSUPPORTED, "router.apply_at"},
+  {"\"apply_at\": \"output\"", "\"apply_at\": \"middle\"", COLIBRI_EUNSUPPORTED, "router.apply_at"},
   {"\"activation\": \"silu\"", "\"activation\": \"gelu\"", COLIBRI_EUNSUPPORTED, "\"gelu\"; this engine runs: silu"},
   {"\"style\": \"half\"", "\"style\": \"spiral\"", COLIBRI_EUNSUPPORTED, "half, interleaved"},
   {"\"name\": \"layers.0.qkv_bias\"", "\"name\": \"layers.0.sinks\"", COLIBRI_EUNSUPPORTED, "layers.0.sinks"},
@@ -273,6 +308,17 @@ static void edits_are_judged(void) {
   image_free(&im);
 }
 
+/* A router's own norm of the residual stream must be there if and only if the descriptor says so. */
+static void input_scale_agrees_with_the_descriptor(void) {
+  image_shape shape = usual;
+  shape.residual = true;
+  image im = image_make(&shape);
+  refused_image("normed", &im, COLIBRI_EFORMAT, "layers.0.router_input_scale is there though router.input is normed");
+  CHECK(image_replace(&im, "\"score\": ", "\"input\": \"residual\", \"score\": "), "the test's image has no score");
+  accepted("residual", &im);
+  image_free(&im);
+}
+
 /* ---------------------------------------------------------------- the table, tensor by tensor */
 
 /* The i-th tensor's name and place as the image's text has them; false behind the last. */
@@ -287,8 +333,8 @@ static bool tensor_at(const image *im, int i, char name[64], unsigned long long 
 }
 
 static bool optional(const char *name) {
-  static const char *const endings[] = {"_bias", ".q_norm", ".k_norm"};
-  for (int i = 0; i < 3; i++)
+  static const char *const endings[] = {"_bias", ".q_norm", ".k_norm", "_scale"};
+  for (int i = 0; i < 4; i++)
     if (strlen(name) > strlen(endings[i]) && !strcmp(name + strlen(name) - strlen(endings[i]), endings[i])) return true;
   return !strcmp(name, "head");
 }
@@ -336,7 +382,7 @@ static void every_tensor_is_guarded(void) {
       free(cut_data);
     }
   }
-  CHECK(count == 4 + 2 * 12, "%d tensors", count);
+  CHECK(count == 4 + 2 * 14, "%d tensors", count);
   free(data);
   image_free(&im);
 }
@@ -530,6 +576,7 @@ int main(void) {
   fence_open((size_t)8 << 20);
   valid_images_are_read();
   edits_are_judged();
+  input_scale_agrees_with_the_descriptor();
   every_tensor_is_guarded();
   layers_without_router();
   formats_do_not_mix();

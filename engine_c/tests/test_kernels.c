@@ -84,13 +84,18 @@ static void test_rmsnorm(void) {
 
 static void test_gate(void) {
   for (int round = 0; round < ROUNDS; round++) {
-    int experts = random_int(1, 19), hidden = random_int(1, 130), kind = round % VALUE_KINDS;
-    float *w = random_floats((size_t)experts * (size_t)hidden, kind), *x = random_floats((size_t)hidden, kind);
+    int experts = random_int(1, 19), hidden = random_int(1, 130), n = random_int(0, 9), kind = round % VALUE_KINDS, ld = hidden + random_int(0, 3);
+    size_t logits = (size_t)experts * (size_t)n;
+    float *w = random_floats((size_t)experts * (size_t)hidden, kind), *x = random_floats(n ? (size_t)((n - 1) * ld + hidden) : 0, kind);
     float *bias = round & 1 ? random_floats((size_t)experts, VALUES_NORMAL) : NULL;
-    float *y = fence_floats((size_t)experts), *want = fence_floats((size_t)experts);
-    k->gate(w, bias, experts, hidden, x, y);
-    generic->gate(w, bias, experts, hidden, x, want);
-    CHECK_SAME(y, want, experts, "%s gate [%d, %d]", k->name, experts, hidden);
+    float *y = fence_floats(logits), *want = fence_floats(logits), *one = fence_floats((size_t)experts);
+    k->gate(w, bias, experts, hidden, x, ld, n, y);
+    generic->gate(w, bias, experts, hidden, x, ld, n, want);
+    CHECK_SAME(y, want, logits, "%s gate [%d, %d], %d rows", k->name, experts, hidden, n);
+    for (int t = 0; t < n; t++) {
+      k->gate(w, bias, experts, hidden, x + t * ld, ld, 1, one);
+      CHECK_SAME(one, want + t * experts, experts, "%s gate [%d, %d], row %d of %d alone", k->name, experts, hidden, t, n);
+    }
     fence_release();
   }
 }
@@ -204,6 +209,40 @@ static void test_networks(void) {
   }
 }
 
+static void check_scores(int score, int experts, int n, int kind, int poison) {
+  int ld = experts + random_int(0, 3);
+  size_t floats = n ? (size_t)((n - 1) * ld + experts) : 0, all = (size_t)(n * experts);
+  float *z = random_floats(floats, kind), *y = fence_floats(all), *want = fence_floats(all);
+  uint8_t *bad = fence_bytes((size_t)n, 1), *bad_want = fence_bytes((size_t)n, 1);
+  for (size_t i = 0; i < floats; i += 3) z[i] *= 40; /* past the exponential's ends */
+  for (int i = 0; poison && n && i < 2; i++) z[random_int(0, n - 1) * ld + random_int(0, experts - 1)] = not_finite();
+  k->scores(score, z, ld, experts, n, y, bad);
+  generic->scores(score, z, ld, experts, n, want, bad_want);
+  CHECK(!memcmp(bad, bad_want, (size_t)n), "%s scores %d of %d experts, %d tokens: other bad tokens", k->name, score, experts, n);
+  for (int t = 0; t < n; t++)
+    if (!bad[t]) CHECK_SAME(y + t * experts, want + t * experts, experts, "%s scores %d of %d experts, token %d of %d", k->name, score, experts, t, n);
+  fence_release();
+}
+
+static void test_scores(void) {
+  for (int round = 0; round < ROUNDS; round++)
+    for (int score = COLIBRI_SCORE_SOFTMAX_ALL; score <= COLIBRI_SCORE_LOGITS; score++)
+      check_scores(score, random_int(1, 70), random_int(0, 5), round % VALUE_KINDS, round % 3 == 0);
+}
+
+static void test_group_best(void) {
+  for (int round = 0; round < ROUNDS; round++) {
+    int sum = round & 1, size = random_int(1 + sum, 40), groups = random_int(1, 9), n = random_int(0, 40);
+    size_t all = (size_t)(groups * size * n), metrics = (size_t)(groups * n);
+    float *s = random_floats(all, round % VALUE_KINDS), *metric = fence_floats(metrics), *want = fence_floats(metrics);
+    for (size_t i = 0; round % 3 == 0 && i < all; i++) s[i] = rintf(s[i]);
+    k->group_best(s, size, groups, n, sum, metric);
+    generic->group_best(s, size, groups, n, sum, want);
+    CHECK_SAME(metric, want, metrics, "%s group_best of %d groups of %d, %d tokens, sum %d", k->name, groups, size, n, sum);
+    fence_release();
+  }
+}
+
 static void test_exp(void) {
   for (int round = 0; round < ROUNDS; round++) {
     int n = random_int(0, 70);
@@ -269,6 +308,8 @@ static void test_isa(const char *isa) {
   test_top2();
   test_top_k();
   test_networks();
+  test_scores();
+  test_group_best();
   test_exp();
   test_argmax();
   test_sum_exp();
