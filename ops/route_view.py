@@ -15,7 +15,6 @@ from rich.text import Text
 
 from colibri.v1 import experts_pb2 as pb
 from ops.commands.common import CommandError
-from ops.top_view import heat_map
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,7 +22,9 @@ if TYPE_CHECKING:
 
 MOST_COLUMNS = 8
 """Layers whose tokens are listed beside each other."""
-_DETAILS = 16  # experts a line up to which weights stand beside them
+_SHADES = " ▁▂▃▄▅▆▇█"  # empty to twice the mean
+_CELLS = 64  # columns of a layer's load; neighbours share one where there are more experts
+_DETAILS = 16  # experts of a line up to which weights stand beside them
 _DTYPES = {pb.DATA_TYPE_F32: "<f4", pb.DATA_TYPE_I32: "<i4"}
 _DPI = 110
 _INCHES = 12.0  # of a picture's width
@@ -47,7 +48,7 @@ class RouteTable:
     def pieces(self) -> list[str]:
         """The tokens as text, quoted so that blanks and control characters show; their numbers where there is no text."""
         numbers, raw = self.answer.token_ids, self.answer.token_bytes
-        return [repr(piece.decode(errors="replace"))[1:-1] if piece else f"#{number}" for number, piece in zip(numbers, raw, strict=True)]
+        return [repr(piece.decode(errors="replace")) if piece else f"#{number}" for number, piece in zip(numbers, raw, strict=True)]
 
     def counts(self) -> NDArray[np.int64]:
         """Tokens of each expert [L, experts]."""
@@ -65,7 +66,7 @@ def tensor(message: pb.Tensor) -> NDArray[Any]:
 # ---------------------------------------------------------------- tables
 
 
-def tables(routes: RouteTable, *, width: int) -> Iterator[RenderableType]:
+def tables(routes: RouteTable) -> Iterator[RenderableType]:
     """A line a layer, then a line a token if the layers are few."""
     answer = routes.answer
     each = f"{answer.experts_per_layer} experts a layer, {routes.experts.shape[2]} a token"
@@ -74,7 +75,6 @@ def tables(routes: RouteTable, *, width: int) -> Iterator[RenderableType]:
         share = answer.rerouted / answer.routed
         yield Text(f"damping gave other experts to {answer.rerouted} of {answer.routed} pairs of a token and a layer ({share:.2%})")
     yield _layers(routes)
-    yield from heat_map(routes.counts().tolist(), width=width, rows=len(answer.layers) + 1)
     if len(answer.layers) > MOST_COLUMNS:
         yield Text(f"tokens are listed for up to {MOST_COLUMNS} layers: choose some with --layer", style="dim")
         return
@@ -86,6 +86,7 @@ def _layers(routes: RouteTable) -> Table:
     table = Table(box=None, pad_edge=False)
     for heading in ("layer", "experts used", "busiest", "max/mean", "first as before", "median margin"):
         table.add_column(heading, no_wrap=True, justify="right")
+    table.add_column("load (full: twice the mean)", no_wrap=True)
     for place, (layer, counts) in enumerate(zip(routes.answer.layers, routes.counts(), strict=True)):
         first = routes.experts[place, :, 0]
         repeats = f"{np.mean(first[1:] == first[:-1]):.0%}" if len(first) > 1 else "-"
@@ -96,8 +97,16 @@ def _layers(routes: RouteTable) -> Table:
             f"{counts.max() / counts.mean():.2f}",
             repeats,
             _margin(float(np.median(routes.margins[place]))),
+            _load(counts),
         )
     return table
+
+
+def _load(counts: NDArray[np.int64]) -> str:
+    each = -(-len(counts) // _CELLS)
+    cells = [counts[at : at + each].mean() / counts.mean() for at in range(0, len(counts), each)]
+    top = len(_SHADES) - 1
+    return "".join(_SHADES[min(top, round(heat / 2 * top))] for heat in cells)
 
 
 def _tokens(routes: RouteTable) -> Table:

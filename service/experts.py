@@ -66,11 +66,21 @@ def read_layers(wanted: Sequence[int], model: ServedModel) -> tuple[int, ...]:
         raise InvalidField("model", f"{shown(model.name)} has no router: it is dense, and every token goes the same way")
     for index, layer in enumerate(wanted):
         if layer not in routed:
-            there = f"layers {routed[0]} to {routed[-1]}" if len(routed) > 1 else f"layer {routed[0]}"
-            raise InvalidField(f"layers[{index}]", f"is {layer}; that layer has no router, of this model {there} have")
+            raise InvalidField(f"layers[{index}]", f"is {layer}, a layer without a router; those with one are {_ranges(routed)}")
         if layer in wanted[:index]:
             raise InvalidField(f"layers[{index}]", f"is {layer}, which is there already")
     return tuple(wanted) or routed
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """1, 2, 3, 7 as 1-3, 7."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
 
 
 def check_length(prompt: Prompt, model: ServedModel, *, layers: int) -> None:

@@ -14,13 +14,13 @@ DampingOption = Annotated[
     str | None,
     typer.Option(
         "--damping",
-        help="Relieve experts that are chosen too often: off, heat, capacity or reuse, with numbers behind commas: heat,margin=0.5. "
-        "Else the model's default.",
+        metavar="KIND[,NAME=VALUE...]",
+        help="Relieve experts that are chosen too often: off, heat, capacity or reuse, numbers behind it: heat,margin=0.5.",
     ),
 ]
 ScopeOption = Annotated[
     str | None,
-    typer.Option("--damping-scope", help="What damping looks at together: a sequence (repeatable) or the batch."),
+    typer.Option("--damping-scope", help="What is looked at together: the sequence, so that the answer is repeatable, or the batch."),
 ]
 
 

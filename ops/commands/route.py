@@ -81,7 +81,7 @@ def _show(answer: pb.RouteResponse, *, as_json: bool, plot: Path | None) -> None
         typer.echo(json.dumps(route_view.as_json(routes)))
         return
     screen = console()
-    for part in route_view.tables(routes, width=screen.width):
+    for part in route_view.tables(routes):
         screen.print(part)
     if plot is not None:
         screen.print(f"picture: {plot}", markup=False)

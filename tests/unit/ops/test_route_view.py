@@ -38,7 +38,7 @@ def answer(layers: int = 2, *, margin: float = 0.5) -> pb.RouteResponse:
 def shown(message: pb.RouteResponse) -> str:
     out = io.StringIO()
     console = Console(file=out, width=160, highlight=False)
-    for part in tables(RouteTable.of(message), width=160):
+    for part in tables(RouteTable.of(message)):
         console.print(part)
     return out.getvalue()
 
@@ -46,9 +46,9 @@ def shown(message: pb.RouteResponse) -> str:
 def test_tables_have_a_line_a_layer_and_a_line_a_token() -> None:
     lines = shown(answer()).splitlines()
     assert lines[0] == "m[odel]: 4 tokens, 4 experts a layer, 2 a token"
-    assert lines[2].split() == ["10", "2", "0", "(4)", "2.00", "100%", "0.50"]
+    assert lines[2].split() == ["10", "2", "0", "(4)", "2.00", "100%", "0.50", "█", "█"]
     assert sum("3 0.90, 0 0.10  0.50" in line and "3 0.90, 1 0.10  0.50" in line for line in lines) == 4
-    assert [line.split("  ")[0].strip() for line in lines[-4:]] == ["the", r"\n", "\N{REPLACEMENT CHARACTER}", "#3"]
+    assert [line.split("  ")[0].strip() for line in lines[-4:]] == ["' the'", r"'\n'", "'\N{REPLACEMENT CHARACTER}'", "#3"]
     assert "damping" not in shown(answer())
 
 

@@ -50,6 +50,7 @@ def test_a_layer_without_router_or_named_twice_is_refused(wanted: list[int], fie
     with pytest.raises(InvalidField) as caught:
         read_layers(wanted, model(1, 2, 5))
     assert caught.value.field == field
+    assert wanted != [0] or "those with one are 1-2, 5" in caught.value.sentence
 
 
 def test_a_dense_model_is_told_to_be_one() -> None:
