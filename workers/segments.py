@@ -14,7 +14,7 @@ from typing import Literal, Self
 
 from engine_c import Part
 from workers.filling import FillError, Filling, NodeShare
-from workers.layout import LayoutError, read_layout
+from workers.layout import Layout, LayoutError, read_layout
 from workers.parts import SEALS, write_table
 from workers.placement import Placement, PlacementPlan, placement_nodes, plan_placement, whole_file
 from workers.topology import Topology, read_topology
@@ -49,6 +49,8 @@ class ModelImage:
     bytes: int
     placement: PlacementPlan
     report: PlacementReport = field(default_factory=PlacementReport)
+    layout: Layout | None = None
+    """Where the matrices lie, if it was needed to place them."""
     _by_node: dict[int, int] = field(default_factory=dict)  # node -> descriptor; -1: of no node in particular
     _tables: dict[int, int] = field(default_factory=dict)
 
@@ -78,6 +80,10 @@ class ModelImage:
         if key not in self._tables:
             self._tables[key] = write_table(self.parts_for(node))
         return self._tables[key]
+
+    def node_at(self, offset: int) -> int:
+        """The node on which a byte was placed; -1: on none in particular."""
+        return next((extent.node for extent in self.placement.extents if extent.offset <= offset < extent.offset + extent.bytes), -1)
 
     def _home(self, node: int | None) -> int | None:
         """The node whose copy is used, None if there is one copy for all."""
@@ -137,6 +143,7 @@ def open_image(
             return file
         _check_room(path, needed, available)
         copy = _copy(path, fd, plan, topology)
+        copy.layout = read_layout(fd) if plan.nodes else None
     file.close()
     return copy
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Self
 
 from engine_c import Model, Session, SessionOptions, session_bytes
 from workers import numa
+from workers.balance import MIN_GAIN
 from workers.kv_memory import KvMemory
 from workers.placement import Placement, PlacementPlan
 from workers.plan import FrontLane, NodeWish, PlanError, TeamPlan, plan_kv_blocks, plan_team
+from workers.rebalancing import BalanceReport, ExpertPlaces, Rebalancer
 from workers.scaling import ScaleError, Scaling
 from workers.segments import LoadMode, ModelImage, PlacementReport, open_image
 from workers.supervisor import Supervisor, SupervisorConfig, SupervisorSnapshot
@@ -89,6 +92,7 @@ class Team:
         self.supervisor = supervisor
         self.topology = topology
         self._scaling = scaling
+        self._rebalancer = Rebalancer(image, lambda: session.expert_counts().tolist(), self._lanes_of_nodes)
         self._front_degraded: tuple[str, ...] = ()
 
     @property
@@ -167,6 +171,33 @@ class Team:
     def restart_worker(self, index: int, timeout: float = 30.0) -> TeamPlan:
         """Makes a worker anew. KeyError: there is no such worker. ScaleError."""
         return self._scaling.restart_worker(index, timeout)
+
+    def balance(self) -> ExpertPlaces:
+        """Where every expert and each of its copies lies now. From any thread."""
+        return self._rebalancer.places()
+
+    def rebalance(
+        self,
+        load: Sequence[Sequence[float]] | None = None,
+        *,
+        dry_run: bool = False,
+        replicas: int = 0,
+        min_gain: float = MIN_GAIN,
+        timeout: float = 60.0,
+    ) -> BalanceReport:
+        """Puts experts, and up to `replicas` further copies a layer, where the nodes' work becomes even, while the session steps. Returns
+        when it is done or time is up. What does not pay, by min_gain, is left. From any thread.
+
+        load: tokens of each expert [layers][experts]; None: all since the session was opened. ValueError if it does not fit the model.
+        """
+        return self._rebalancer.rebalance(load, dry_run=dry_run, replicas=replicas, min_gain=min_gain, timeout=timeout)
+
+    def _lanes_of_nodes(self) -> dict[int, float]:
+        plan = self.plan
+        lanes: dict[int, float] = {plan.front_node: 1.0} if plan.front_lane else {}
+        for spec in plan.workers:
+            lanes[spec.node] = lanes.get(spec.node, 0.0) + len(spec.lanes)
+        return lanes
 
     def describe(self) -> TeamDescription:
         """What there is now. From any thread."""
