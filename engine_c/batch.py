@@ -165,13 +165,14 @@ class BatchBuffers:
     def _results_with_errors(self, work: Sequence[SeqWork], status: Sequence[int], rows: Sequence[RowResult]) -> list[SeqResult]:
         results = []
         at = 0
-        for w, bad in zip(work, status, strict=True):
+        counts = ffi.unpack(self._rerouted, len(work)) if self.batch.n_dampings else [0] * len(work)
+        for w, bad, count in zip(work, status, counts, strict=True):
             first, at = at, at + w.n_logits
             chunk = [self.rows[i] for i in range(first, at)]
             if bad or any(row.status for row in chunk):
                 results.append(SeqResult(False, self._sentence(w, chunk), ()))
             else:
-                results.append(SeqResult(True, "", tuple(rows[first:at])))
+                results.append(SeqResult(True, "", tuple(rows[first:at]), count))
         return results
 
     def _rows(self, raw: Sequence[tuple[Any, ...]]) -> list[RowResult]:

@@ -28,6 +28,15 @@ def test_the_texts_of_a_model_are_read(tiny_model: Path) -> None:
     assert json.loads(artifact.tokenizer)["model"]["type"] == "BPE"
     assert "im_start" in (artifact.chat_template or "")
     assert artifact.generation.eos_token_ids == (0, 2)
+    assert artifact.routed_layers == (0, 1, 2)
+
+
+def test_layers_with_a_router_are_found_among_the_tensors(tmp_path: Path) -> None:
+    names = ["embed", "layers.10.router", "layers.2.router", "layers.2.router_bias", "layers.3.o", "extra.layers.4.router"]
+    assert read_artifact(write(tmp_path / "a.colibri", {"name": "x", "tensors": [{"name": name} for name in names]})).routed_layers == (
+        2,
+        10,
+    )
 
 
 def test_what_a_descriptor_leaves_out_has_defaults(tmp_path: Path) -> None:
@@ -53,6 +62,8 @@ def test_what_a_descriptor_leaves_out_has_defaults(tmp_path: Path) -> None:
         ({"name": "x", "blobs": 5}, {}, "no objects"),
         ({"name": "x", "generation": {"top_k": "many"}}, {}, "malformed"),
         ({"name": "x", "generation": 5}, {}, "no object"),
+        ({"name": "x", "tensors": 5}, {}, "no list"),
+        ({"name": "x", "tensors": [5]}, {}, "malformed"),
     ],
 )
 def test_a_bad_file_is_one_error_that_names_it(tmp_path: Path, descriptor: object, how: dict[str, object], words: str) -> None:

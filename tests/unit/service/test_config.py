@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from engine_c import Damping
 from service.config import ConfigError, ServeConfig, cache_dir, parse_bytes, unknown_variables
 
 
@@ -45,6 +46,27 @@ def test_a_wrong_setting_is_named_with_what_is_allowed(wrong: dict[str, Any], wo
 def test_a_variable_that_is_no_number_is_named(variable: str, raw: str) -> None:
     with pytest.raises(ConfigError, match=f"{variable} is '{raw}'"):
         ServeConfig.from_env({variable: raw})
+
+
+def test_damping_is_a_kind_with_numbers_and_a_scope() -> None:
+    assert ServeConfig().default_damping is None
+    environ = {"COLIBRI_DAMPING": "heat,margin=0.5", "COLIBRI_DAMPING_SCOPE": "batch"}
+    assert ServeConfig.from_env(environ).default_damping == Damping("heat", scope="batch", margin=0.5)
+    assert ServeConfig(damping="capacity").default_damping == Damping("capacity", scope="sequence")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"damping": "warm"}, r"damping is 'warm'; it must be one of off, heat"),
+        ({"damping": "heat,margin=-1"}, r"damping: margin is -1"),
+        ({"damping": "heat", "damping_scope": "world"}, r"damping_scope is 'world'"),
+        ({"damping_scope": "batch"}, r"damping is off; it takes no scope"),
+    ],
+)
+def test_wrong_damping_is_named(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        ServeConfig(**wrong)
 
 
 def test_a_setting_that_does_not_exist_is_refused() -> None:
