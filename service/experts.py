@@ -18,7 +18,6 @@ from service.request import Request
 from service.routing import choose_damping
 from service.served import Prompt, ServedModel
 
-SERVICE = pb.DESCRIPTOR.services_by_name["Experts"].full_name
 ANSWER_BYTES = 4 << 20
 """Of an answer: what gRPC clients take unless they are told otherwise."""
 _BESIDE = 1024  # bytes of an answer that are neither tokens nor tensors

@@ -15,6 +15,7 @@ from service.faults import shown
 
 LIVENESS = ""
 READINESS = "colibri.v1.Inference"
+EXPERTS = "colibri.v1.Experts"
 _SERVING = pb.HealthCheckResponse.SERVING
 _NOT_SERVING = pb.HealthCheckResponse.NOT_SERVING
 _UNKNOWN = pb.HealthCheckResponse.SERVICE_UNKNOWN
@@ -32,7 +33,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
     """Statuses that never hang on a watcher that reads slowly: each watcher waits for the next change on its own."""
 
     def __init__(self) -> None:
-        self._statuses: dict[str, int] = {LIVENESS: _SERVING, READINESS: _NOT_SERVING}
+        self._statuses: dict[str, int] = {LIVENESS: _SERVING, READINESS: _NOT_SERVING, EXPERTS: _NOT_SERVING}
         self._changed = asyncio.Event()
 
     def set(self, service: str, *, serving: bool) -> None:

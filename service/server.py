@@ -26,8 +26,8 @@ from service.address import check_address
 from service.artifact import read_artifact
 from service.collector import calm_collector
 from service.config import ConfigError, ServeConfig, unknown_variables
-from service.experts import SERVICE as EXPERTS, ExpertsServicer
-from service.health import LIVENESS, READINESS, HealthServicer
+from service.experts import ExpertsServicer
+from service.health import EXPERTS, LIVENESS, READINESS, HealthServicer
 from service.hosted import Hosted
 from service.inference import InferenceServicer, add_inference
 from service.loop import ServerLoop
