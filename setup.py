@@ -26,7 +26,11 @@ if not stubs_are_current():
 
 setup(
     packages=find_packages(include=["colibri*", "engine_c*", "ops*", "service*", "workers*"], exclude=["*.tests*"]),
-    package_data={"engine_c": ["include/*.h", "*.pyi", "py.typed"], "colibri": ["**/*.pyi", "py.typed"], "ops": ["**/*.json"]},
+    package_data={
+        "engine_c": ["include/*.h", "*.pyi", "py.typed"],
+        "colibri": ["**/*.pyi", "py.typed"],
+        "ops": ["**/*.json", "tiny/tiny.colibri", "tiny/LICENCES.txt", "tiny/texts/*.txt"],
+    },
     cffi_modules=["engine_c/build_engine.py:ffibuilder"],
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

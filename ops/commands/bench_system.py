@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ops.commands.bench_common import AsJson, Kv, Model, Prompt, Samples, Threads, Workers, bench_config, measure
-from ops.commands.common import container_path, parse_ints
+from ops.commands.common import container_path, model_file, parse_ints
 from ops.commands.logits import KvFormat
 from ops.commands.serve import Load
 
@@ -63,7 +63,7 @@ def startup(
 
 def swap(
     path: Model,
-    other: Annotated[Path | None, typer.Argument(metavar="OTHER.colibri", help="The model to swap to; the same file if not given.")] = None,
+    other: Annotated[Path | None, typer.Argument(metavar="OTHER", parser=model_file, help="The model to swap to; else the same.")] = None,
     streams: Annotated[int, typer.Option(min=1, help="Streams on the first model meanwhile.")] = 8,
     workers: Workers = None,
     threads: Threads = None,
@@ -102,7 +102,7 @@ def memory(
 
 def perplexity(
     text: Annotated[Path, typer.Argument(metavar="TEXT", help="A text file.")],
-    models: Annotated[list[Path], typer.Argument(metavar="MODEL.colibri ...")],
+    models: Annotated[list[Path], typer.Argument(metavar="MODEL ...", parser=model_file)],
     window: Annotated[int, typer.Option(min=2, help="Tokens predicted from at most this many before them.")] = 512,
     kv_format: Kv = KvFormat.F32,
 ) -> None:

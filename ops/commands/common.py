@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -66,6 +66,20 @@ def describe_rpc(failure: Exception) -> str:
     if unreachable and "handshake" in str(sentence):
         remedy = " (do certificate, key and authority belong together, and is the server's certificate for that host?)"
     return f"{name}: {sentence}{remedy}"
+
+
+def model_file(model: str) -> Path:
+    """What a MODEL argument means: the file of a name (ops.models), made now if need be, else a path, looked at later."""
+    from ops.models import NAMES, resolve
+
+    if model not in NAMES:
+        return Path(model)
+    from service.config import cache_dir
+
+    return resolve(model, cache=cache_dir()).path
+
+
+ModelFile = Annotated[Path, typer.Argument(metavar="MODEL", parser=model_file, help="A .colibri file, or demo, tiny or random.")]
 
 
 def container_path(path: Path) -> Path:

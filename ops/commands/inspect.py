@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ops.commands.common import console, container_path
+from ops.commands.common import ModelFile, console, container_path
 
 
 def register(app: typer.Typer) -> None:
@@ -16,7 +15,7 @@ def register(app: typer.Typer) -> None:
 
     @app.command(help="Show what a container holds: architecture, router, formats, sizes, provenance.")
     def inspect(
-        path: Annotated[Path, typer.Argument(metavar="MODEL.colibri")],
+        path: ModelFile,
         json_output: Annotated[bool, typer.Option("--json", help="The descriptor as JSON.")] = False,
     ) -> None:
         container_path(path)

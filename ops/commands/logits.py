@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ops.commands.common import check_output, container_path, parse_ints
+from ops.commands.common import ModelFile, check_output, container_path, parse_ints
 
 if TYPE_CHECKING:
     from ops.logits import LogitsResult
@@ -28,7 +28,7 @@ def register(app: typer.Typer) -> None:
 
     @app.command(help="Write logits, router choices and greedy tokens of a prompt to an .npz file.")
     def logits(
-        path: Annotated[Path, typer.Argument(metavar="MODEL.colibri")],
+        path: ModelFile,
         tokens: Annotated[str, typer.Option(help="Token ids, 1,2,3 or @file.")],
         out: Annotated[Path, typer.Option(help="File to write: logits [T,V], layers [L], experts and weights [L,T,k], greedy [N].")],
         greedy: Annotated[int, typer.Option(min=0, help="Tokens to continue with; end of sequence is ignored.")] = 0,

@@ -42,7 +42,7 @@ def list_models(
 
 
 def load(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A .colibri file, or demo or tiny.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A .colibri file, or demo, tiny or random.")],
     name: Annotated[str, typer.Option(help="Serve it under this name; the container's own if not given.")] = "",
     workers_per_node: Annotated[int | None, typer.Option(min=0, max=255, help="As for serve; else as the server was started.")] = None,
     threads_per_worker: Annotated[int | None, typer.Option(min=1, max=255, help="Likewise.")] = None,

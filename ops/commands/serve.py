@@ -54,7 +54,7 @@ def register(app: typer.Typer) -> None:
 
     @app.command(help="Serve a model over gRPC until SIGTERM or Ctrl-C, then drain. Every option is also read from COLIBRI_<OPTION>.")
     def serve(
-        model: Annotated[str, typer.Argument(metavar="MODEL", help="A .colibri file, or demo, or tiny (random weights).")],
+        model: Annotated[str, typer.Argument(metavar="MODEL", help="A .colibri file, or demo, tiny or random.")],
         name: Annotated[str | None, typer.Option(help="Serve it under this name.")] = None,
         host: Annotated[str | None, typer.Option(help="Address to listen on (127.0.0.1).")] = None,
         port: Annotated[int | None, typer.Option(help="Port (50051); 0 takes a free one.")] = None,
@@ -84,7 +84,7 @@ def register(app: typer.Typer) -> None:
         drain_grace: Annotated[float | None, typer.Option(help="Seconds that answers may take to finish after SIGTERM (30).")] = None,
         hang_ms: Annotated[int | None, typer.Option(help="A worker that holds a task longer is killed (1000); 0: never.")] = None,
         log_level: Annotated[LogLevel, typer.Option(help="What goes to stderr.")] = LogLevel.INFO,
-        quant: Annotated[Quant, typer.Option(help="Weight format of the named models.")] = Quant.BF16,
+        quant: Annotated[Quant, typer.Option(help="Weight format of demo and random; tiny is int8.")] = Quant.BF16,
     ) -> None:
         from service.config import ServeConfig, cache_dir
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
-
 import typer
 
-from ops.commands.common import container_path
+from ops.commands.common import ModelFile, container_path
 
 
 def register(app: typer.Typer) -> None:
     """Adds the command."""
 
     @app.command(help="Check every checksum of a container. Exit code 1 names what is damaged.")
-    def verify(path: Annotated[Path, typer.Argument(metavar="MODEL.colibri")]) -> None:
+    def verify(path: ModelFile) -> None:
         from ops.verify import verify as run
 
         report = run(container_path(path))

@@ -22,7 +22,7 @@ DEADLINE = 30.0
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return resolve("tiny", cache=tmp_path_factory.mktemp("cache")).path
+    return resolve("random", cache=tmp_path_factory.mktemp("cache")).path
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ def runtime(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return resolve("tiny", cache=tmp_path_factory.mktemp("cache")).path
+    return resolve("random", cache=tmp_path_factory.mktemp("cache")).path
 
 
 def environment(runtime: Path) -> dict[str, str]:

@@ -104,7 +104,7 @@ def test_existing_output_is_kept_without_force(capsys: pytest.CaptureFixture[str
 
 
 def test_a_link_and_a_device_are_not_replaced_by_the_result(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    model = resolve("tiny", cache=tmp_path).path
+    model = resolve("random", cache=tmp_path).path
     link, pipe = tmp_path / "link.npz", tmp_path / "pipe.npz"
     link.symlink_to(model)
     os.mkfifo(pipe)  # in place of a device: a failure of this test must not cost the machine its /dev/null
