@@ -245,8 +245,8 @@ class Scheduler:
             self.pool.grow(request.table)
         tokens = request.tokens
         history = tokens if request.sampling.repetition_penalty != 1.0 else ()
-        place = request.computed, request.table.blocks
-        work = SeqWork((tokens[-1],), *place, 1, request.sampling, history, None, request.damping, request.slot)
+        blocks, damping = request.table.blocks, request.damping
+        work = SeqWork((tokens[-1],), request.computed, blocks, 1, request.sampling, history, None, damping, request.slot)
         budget.rows -= 1
         budget.seqs -= 1
         budget.logits -= 1
@@ -327,7 +327,7 @@ class Scheduler:
             self._leave(request, State.FINISHED)
         if not result.rows and result.routes is None:
             return None
-        return Update(request, result.rows, reason, routes=result.routes, start=work.start)
+        return Update(request, result.rows, reason, None, result.routes, work.start)
 
     def _count_rerouted(self, request: Request, *, rows: int, rerouted: int) -> None:
         routed = rows * self.limits.router_layers
