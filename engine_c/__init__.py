@@ -1,6 +1,7 @@
 """The engine: a mixture-of-experts transformer for CPUs, in C, with this typed wrapper. Imports the standard library and cffi only."""
 
 from engine_c.engine import OPERATIONS, Model, Session, Worker, isa_available, isa_name, isa_select, session_bytes, version
+from engine_c.route import Routed, Router, route_logits
 from engine_c.routing import RUN_BUCKETS, Damping, Routes, Telemetry
 from engine_c.structs import (
     FORMATS,
@@ -42,6 +43,8 @@ __all__ = [
     "Model",
     "ModelInfo",
     "Part",
+    "Routed",
+    "Router",
     "Routes",
     "RowResult",
     "Sampling",
@@ -55,6 +58,7 @@ __all__ = [
     "isa_available",
     "isa_name",
     "isa_select",
+    "route_logits",
     "session_bytes",
     "version",
 ]
