@@ -22,6 +22,8 @@ from ops.commands import (
     inspect,
     logits,
     models_admin,
+    rebalance,
+    record,
     route,
     routing,
     serve,
@@ -56,7 +58,9 @@ def root(
         raise typer.Exit(USAGE)
 
 
-for module in (serve, generate, chat, route, top, workers, routing, models_admin, convert, inspect, verify, logits, bench, health, version):
+for module in (serve, generate, chat, route, top, workers, routing, models_admin, record, rebalance):
+    module.register(app)
+for module in (convert, inspect, verify, logits, bench, health, version):
     module.register(app)
 
 

@@ -12,6 +12,7 @@ import grpc
 
 from colibri.v1 import operator_pb2_grpc
 from ops.commands.common import CommandError
+from ops.tls import why_refused
 from service.config import runtime_dirs
 from service.operator_socket import running, why_unreachable
 
@@ -35,9 +36,14 @@ class OperatorTarget:
 
 @contextmanager
 def operator_stub(target: OperatorTarget) -> Iterator[operator_pb2_grpc.OperatorStub]:
-    """The service to call. CommandError if it cannot be found or reached."""
+    """The service to call. CommandError if it cannot be found or reached, or TLS does not let us in."""
     with _channel(located(target)) as channel:
-        yield operator_pb2_grpc.OperatorStub(channel)
+        try:
+            yield operator_pb2_grpc.OperatorStub(channel)
+        except grpc.RpcError as failure:
+            if target.local or failure.code() is not grpc.StatusCode.UNAVAILABLE or not (reason := why_refused(target)):
+                raise
+            raise CommandError(f"cannot reach operators at {target.address}: {reason}") from failure
 
 
 def located(target: OperatorTarget) -> OperatorTarget:

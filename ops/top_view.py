@@ -13,9 +13,9 @@ from rich.text import Text
 from colibri.v1 import operator_pb2 as pb
 from ops.commands.common import human_bytes
 from ops.commands.operate import numbers, state_markup
+from ops.top_experts import load_map, routing_lines
+from service.load_messages import read_load
 
-_SHADES = " ▁▂▃▄▅▆▇█"
-_HOT, _COLD = 2.0, 0.25  # tokens of an expert over the layer's mean: from here on it stands out
 _BAR = 20  # columns of a bar
 _FEWEST_MAP_ROWS = 4
 
@@ -36,14 +36,14 @@ class Frame:
         yield self._head()
         left = height - 2 - len(self.machine.nodes)
         for model in self.stats.models:
-            left -= 4 + len(model.workers) + bool(model.operations)
+            left -= 6 + len(model.workers) + bool(model.operations)
         for node in self.machine.nodes:
             yield _node_line(node, self.stats.models)
         for model in self.stats.models:
             placement = next((placed for placed in self.machine.placements if placed.model == model.model), None)
             yield Group(*model_lines(model, self.stats.interval_seconds, placement))
             rows = max(_FEWEST_MAP_ROWS, left // max(1, len(self.stats.models)))
-            yield from heat_map([list(layer.tokens) for layer in model.experts], width=width, rows=rows)
+            yield from _experts(model, width=width, rows=rows)
 
     def _head(self) -> Text:
         stats = self.stats
@@ -89,30 +89,14 @@ def bar(share: float, *, width: int = _BAR) -> Text:
     return Text.assemble(("█" * full, colour), ("░" * (width - full), "dim"), f" {share:4.0%}")
 
 
-def heat_map(layers: Sequence[Sequence[int]], *, width: int, rows: int) -> list[Text]:
-    """Tokens of each expert against its layer's mean, a line a layer; neighbours share a cell where there is no room for all."""
-    if not layers or not any(map(any, layers)):
-        return []
-    per_line = -(-len(layers) // max(1, rows - 1))
-    groups = [[sum(column) for column in zip(*layers[at : at + per_line], strict=True)] for at in range(0, len(layers), per_line)]
-    per_cell = -(-len(groups[0]) // max(1, width - 16))
-    note = f", {per_line} layers a line" if per_line > 1 else ""
-    note += f", {per_cell} experts a cell" if per_cell > 1 else ""
-    lines = [Text(f"  experts (layer by layer, {len(layers[0])} each{note}; full: twice the mean)", style="dim")]
-    for place, counts in enumerate(groups):
-        cells = [sum(counts[at : at + per_cell]) / len(counts[at : at + per_cell]) for at in range(0, len(counts), per_cell)]
-        lines.append(_heat_line(f"  {place * per_line:3d} ", cells))
-    return lines
-
-
-def _heat_line(label: str, cells: Sequence[float]) -> Text:
-    mean = sum(cells) / len(cells)
-    line = Text(label, no_wrap=True)
-    for cell in cells:
-        heat = cell / mean if mean else 0.0
-        colour = "red" if heat >= _HOT else "blue" if heat <= _COLD else "green"
-        line.append(_SHADES[min(len(_SHADES) - 1, round(heat / _HOT * (len(_SHADES) - 1)))], style=colour)
-    return line.append(f"  max/mean {max(cells) / mean:.2f}" if mean else "  idle", style="dim")
+def _experts(model: pb.ModelStats, *, width: int, rows: int) -> Iterator[RenderableType]:
+    """What went through the routers: in the moving window that was asked for, or else since the last frame."""
+    message = model.windows[0] if model.windows else model.load
+    if not message.nodes:  # nothing
+        return
+    load = read_load(message)
+    yield from routing_lines(load, message.nodes)
+    yield from load_map(load, width=width, rows=rows)
 
 
 def _node_line(node: pb.NumaNode, models: Sequence[pb.ModelStats]) -> Text:

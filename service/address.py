@@ -1,4 +1,4 @@
-"""Whether the address to listen on can be had, asked before a model is loaded: the system says why not, gRPC only that it is not so."""
+"""Whether the addresses to listen on can be had, asked before a model is loaded: the system says why not, gRPC only that it is not so."""
 
 from __future__ import annotations
 
@@ -11,14 +11,37 @@ LONGEST_SOCKET_PATH = 107  # bytes: sun_path of unix(7) without its final zero
 
 
 def check_address(config: ServeConfig) -> None:
-    """Raises ConfigError with the system's reason. May wait for a name server."""
+    """Clients' address, operators', and the certificates for that. Raises ConfigError with the reason. May wait for a name server."""
     if config.unix_socket:
         _check_path(Path(config.unix_socket))
-        return
+    else:
+        _check_port(config.host, config.port, f"cannot listen on {config.address}", "choose another port or host")
+    if config.operator_address:
+        host, _, port = config.operator_address.rpartition(":")
+        refusal = f"operators cannot be served on {config.operator_address}"
+        if config.port and not config.unix_socket and (host, int(port)) == (config.host, config.port):
+            raise ConfigError(f"{refusal}: clients are to be served there; choose another operator_address")
+        _check_port(host, int(port), refusal, "choose another operator_address")
+        for setting in ("operator_key", "operator_cert", "operator_ca"):
+            read_pem(setting, getattr(config, setting))
+
+
+def read_pem(setting: str, path: str) -> bytes:
+    """A PEM file. Raises ConfigError."""
     try:
-        _try_addresses(config.host.strip("[]"), config.port)
+        data = Path(path).read_bytes()
     except OSError as error:
-        raise ConfigError(f"cannot listen on {config.address}: {error.strerror or error}; choose another port or host") from error
+        raise ConfigError(f"{setting} {path}: {error.strerror}") from error
+    if b"-----BEGIN " not in data:
+        raise ConfigError(f"{setting} {path} is no PEM file")
+    return data
+
+
+def _check_port(host: str, port: int, refusal: str, remedy: str) -> None:
+    try:
+        _try_addresses(host.strip("[]"), port)
+    except OSError as error:
+        raise ConfigError(f"{refusal}: {error.strerror or error}; {remedy}") from error
 
 
 def _check_path(path: Path) -> None:

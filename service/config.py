@@ -40,6 +40,7 @@ class ServeConfig:
     unix_socket: str = ""  # listen on this path instead of host and port
     metrics_host: str = "127.0.0.1"
     metrics_port: int | None = None  # Prometheus over HTTP; 0: any free one; None: none
+    metrics_experts: bool = False  # a counter for every expert of every layer too: many, with large models
 
     operator_socket: str = "auto"  # where operators ask: a path, "none", or "auto": by port in runtime_dir()
     operator_address: str = ""  # host:port for operators elsewhere, with mutual TLS:
@@ -156,7 +157,8 @@ class ServeConfig:
         missing = [name for name, value in files.items() if not value]
         if self.operator_address and missing:
             raise ConfigError(f"operator_address is set without {', '.join(missing)}: over TCP operators need mutual TLS")
-        if self.operator_address and not self.operator_address.rpartition(":")[2].isdecimal():
+        port = self.operator_address.rpartition(":")[2]
+        if self.operator_address and not (port.isdecimal() and int(port) <= _RANGES["port"][1]):
             raise ConfigError(f"operator_address is {self.operator_address!r}: it must be HOST:PORT")
         if not self.operator_address and len(missing) < len(files):
             raise ConfigError("operator_cert, operator_key and operator_ca are for operator_address, which is not set")

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from operator import add
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from engine_c import EngineError, SeqResult, SeqWork, StepStats
 from service.faults import Draining, EngineFault, Fault, WorkersLost
@@ -28,15 +28,10 @@ from service.plan import Plan, SchedulerStats, Update
 from service.request import Request
 from service.scheduler import Scheduler
 
-if TYPE_CHECKING:  # a start need not wait for it
-    import numpy as np
-    import numpy.typing as npt
-
 log = logging.getLogger("colibri.service")
 THREAD_NAME = "colibri-engine"  # as top -H shows it; 15 characters at most
 _LANE_POLL = 0.02  # seconds between tries when nothing is left that computes
 _GONE_BREAK = 0.5  # seconds without such a try after which the lanes count as gone anew
-_EXPERTS_EVERY = 1.0  # seconds between looks at the experts' load
 _IDLE_CHECK_AFTER = 1.0  # seconds of idling before the books are checked
 
 
@@ -45,10 +40,6 @@ class Stepper(Protocol):
 
     def step(self, work: Sequence[SeqWork], *, tell: int = -1) -> tuple[list[SeqResult], StepStats]:
         """Runs one batch; EngineError if it could not be done. `tell`: an eventfd to be written to as it begins."""
-        ...
-
-    def expert_counts(self) -> npt.NDArray[np.uint64]:
-        """Tokens each expert has had [layers, experts]."""
         ...
 
 
@@ -73,7 +64,6 @@ class EngineTotals:
     tasks_homed: int = 0  # tasks whose weights lie on a node of their own,
     tasks_local: int = 0  # and of these, those done by a lane of that node
     op_ns: tuple[int, ...] = ()  # by operation, in the order of engine_c.OPERATIONS
-    expert_skew: tuple[float, ...] = ()  # by layer: tokens of the busiest expert over the mean; up to a second old
 
 
 @dataclass(slots=True)
@@ -114,7 +104,6 @@ class EngineThread:
         self._at_boundary: list[Callable[[], object]] = []
         self._idle = False  # waiting for work; changed under the lock
         self._totals = EngineTotals()
-        self._next_look = time.monotonic() + _EXPERTS_EVERY
         self._gone_since = self._gone_seen = -math.inf
         self._loop: asyncio.AbstractEventLoop | None = None
         self._deliver: Deliver | None = None
@@ -180,6 +169,11 @@ class EngineThread:
         """A snapshot."""
         with self._lock:
             return self._scheduler.stats(), self._totals
+
+    @property
+    def steps(self) -> int:
+        """Done so far; does not wait for anybody."""
+        return self._totals.steps
 
     @property
     def thread_id(self) -> int | None:
@@ -273,12 +267,8 @@ class EngineThread:
             self.progress.busy_since = None
         now = time.monotonic()
         self._step_seconds = now - plan.at
-        totals = _add(self._totals, plan, stats)
-        if now >= self._next_look:
-            self._next_look = now + _EXPERTS_EVERY
-            totals = replace(totals, expert_skew=expert_skew(self._session.expert_counts()))
         with self._lock:
-            self._totals = totals
+            self._totals = _add(self._totals, plan, stats)
             return self._scheduler.complete(plan, results, now=now)
 
     def _step_with_lanes(self, plan: Plan) -> tuple[list[SeqResult], StepStats]:
@@ -365,11 +355,4 @@ def _add(totals: EngineTotals, plan: Plan, stats: StepStats) -> EngineTotals:
         tasks_homed=totals.tasks_homed + stats.tasks_homed,
         tasks_local=totals.tasks_local + stats.tasks_local,
         op_ns=tuple(map(add, totals.op_ns, stats.op_ns)) if totals.op_ns else stats.op_ns,
-        expert_skew=totals.expert_skew,
     )
-
-
-def expert_skew(counts: npt.NDArray[np.uint64]) -> tuple[float, ...]:
-    """Tokens of the busiest expert over the mean, for each layer of counts [layers, experts]; 1 where none has had any."""
-    most, mean = counts.max(axis=1), counts.mean(axis=1)
-    return tuple(float(m / a) if a else 1.0 for m, a in zip(most, mean, strict=True))

@@ -6,12 +6,11 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import Self
+from typing import Any, Self, TypeVar
 
 from colibri.v1 import inference_pb2 as pb
 from engine_c import KV_BLOCK, LANE_ACTIVE, LANE_READY, Damping
@@ -21,6 +20,7 @@ from service.config import ServeConfig
 from service.desk import Desk
 from service.engine import EngineThread
 from service.health import can_serve
+from service.load_watch import LoadWatch
 from service.metrics import Metrics, Snapshot
 from service.plan import Limits
 from service.routing import policy_message
@@ -31,6 +31,7 @@ from workers.plan import kv_block_bytes
 from workers.team import Team
 
 log = logging.getLogger("colibri.service")
+_Result = TypeVar("_Result")
 _LOOK_CLOSER = 0.2  # seconds after which it is asked what became of the workers
 _PATIENCE = 1.0  # seconds that nothing may compute before new requests are refused: a worker that died is back sooner
 
@@ -68,6 +69,7 @@ class Hosted:
             settle=team.settle,
         )
         self.desk = Desk(self.engine, stream_limit=config.stream_buffer_tokens, stream_patience=config.stream_patience)
+        self.loads = LoadWatch(team)
         self.loaded_at = time.monotonic()
         self.damping = _default_damping(config, model)  # of requests that name neither a policy nor a seed
         self.state = ModelState.LOADING
@@ -135,17 +137,20 @@ class Hosted:
         described.routing_default.CopyFrom(policy_message(self.damping))
         return described
 
-    @contextmanager
-    def in_use(self) -> Iterator[Team]:
-        """Keeps the team open for what other threads do with it."""
+    async def aside(self, work: Callable[[Self], _Result]) -> _Result:
+        """Runs in a thread what may wait for others. The model stays open until it has ended, even if the caller goes away."""
         self._users += 1
         self._unused.clear()
-        try:
-            yield self.team
-        finally:
-            self._users -= 1
-            if not self._users:
-                self._unused.set()
+        running = asyncio.ensure_future(asyncio.to_thread(work, self))
+        running.add_done_callback(self._leave)
+        return await asyncio.shield(running)
+
+    def _leave(self, ended: asyncio.Future[Any]) -> None:
+        self._users -= 1
+        if not self._users:
+            self._unused.set()
+        if not ended.cancelled():
+            ended.exception()  # retrieved, should the caller have gone
 
     async def close(self) -> None:
         """Ends the engine and the workers and frees everything. Requests that are left get no more news."""
@@ -170,11 +175,16 @@ class Hosted:
             self.desk.unable = self._why_unable(now - self._gone_since)
         return can_serve(self.engine.progress, now=now, stall_after=self.config.stall_after, anyone_computes=computes)
 
+    async def look_at_experts(self) -> None:
+        """Lets the moving windows of their load move on."""
+        if not self.closing and self.loads.due(self.engine.steps):
+            await self.aside(lambda _: self.loads.look())
+
     def snapshot(self) -> Snapshot:
         """What the metrics tell. Any thread."""
         scheduler, totals = self.engine.stats()
         workers = self.team.supervisor.snapshot()
-        return Snapshot(scheduler, totals, workers.ready, workers.wanted, workers.restarts)
+        return Snapshot(scheduler, totals, workers.ready, workers.wanted, workers.restarts, self.loads)
 
     def _anyone_computes(self) -> bool:
         session = self.team.session

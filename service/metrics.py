@@ -13,6 +13,8 @@ from prometheus_client.registry import Collector
 
 from engine_c import OPERATIONS
 from service.engine import EngineTotals
+from service.load_metrics import load_families
+from service.load_watch import LoadWatch
 from service.plan import SchedulerStats
 from service.tally import Tallies
 
@@ -29,6 +31,7 @@ class Snapshot:
     workers_ready: int
     workers_wanted: int
     worker_restarts: int
+    loads: LoadWatch
 
 
 class Metrics:
@@ -63,9 +66,9 @@ class Metrics:
         """Of the HTTP server, if it runs."""
         return None if self._http is None else self._http[0].server_port
 
-    def read_from(self, snapshots: Callable[[], Mapping[str, Snapshot]]) -> None:
-        """Where the gauges and engine counters of each model come from."""
-        self.registry.register(_EngineCollector(snapshots))
+    def read_from(self, snapshots: Callable[[], Mapping[str, Snapshot]], *, experts: bool = False) -> None:
+        """Where the gauges and engine counters of each model come from. `experts`: with a counter for every single expert."""
+        self.registry.register(_EngineCollector(snapshots, experts=experts))
 
     def serve(self, host: str, port: int) -> None:
         """Starts the HTTP server. Raises OSError if the address cannot be had."""
@@ -126,8 +129,9 @@ class ModelMetrics:
 
 
 class _EngineCollector(Collector):
-    def __init__(self, snapshots: Callable[[], Mapping[str, Snapshot]]) -> None:
+    def __init__(self, snapshots: Callable[[], Mapping[str, Snapshot]], *, experts: bool) -> None:
         self._snapshots = snapshots
+        self._experts = experts
 
     def describe(self) -> list[Metric]:
         return []  # nothing is collected at registration, when the engine may not yet run
@@ -135,12 +139,7 @@ class _EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         snapshots = self._snapshots()
         yield from _families(GaugeMetricFamily, {model: _gauges(snapshot) for model, snapshot in snapshots.items()})
-        text = "Tokens of a layer's busiest expert over the mean."
-        skew = GaugeMetricFamily("colibri_expert_load_max_over_mean", text, labels=["model_name", "layer"])
-        for model, snapshot in snapshots.items():
-            for layer, value in enumerate(snapshot.engine.expert_skew):
-                skew.add_metric([model, str(layer)], value)
-        yield skew
+        yield from load_families({model: snapshot.loads for model, snapshot in snapshots.items()}, experts=self._experts)
         text = "Time in each operation's phases, by the front end's clock."
         operations = CounterMetricFamily("colibri_operation_seconds", text, labels=["model_name", "operation"])
         for model, snapshot in snapshots.items():

@@ -119,9 +119,10 @@ class ModelHost:
     async def load(self, path: Path, *, name: str = "", settings: dict[str, object] | None = None) -> Hosted:
         """Opens a further model with the server's settings but for `settings`. Raises InvalidField or OperatorFault; nothing is left then.
 
-        Going away from the call does not stop it.
+        Going away from the call stops it only while it waits for its turn.
         """
-        return await self.see_through(self._load(path, name, settings or {}))
+        begun = asyncio.Event()
+        return await self.see_through(self._load(path, name, settings or {}, begun), begun=begun)
 
     async def unload(self, name: str, *, grace: float | None = None) -> int:
         """Takes a model away: its requests have `grace` seconds (the server's drain grace) to finish. Returns how many were broken off."""
@@ -178,23 +179,31 @@ class ModelHost:
 
     # ------------------------------------------------------------ changes
 
-    async def see_through(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Sees a change through even if the operator that asked for it has gone."""
+    async def see_through(self, work: Coroutine[Any, Any, _T], *, begun: asyncio.Event | None = None) -> _T:
+        """Sees a change through even if the operator that asked for it has gone; if `begun` is given, not before `work` has set it."""
         if self._draining:
             work.close()
             raise Draining
         task = asyncio.create_task(work)
         self._changes.add(task)
         task.add_done_callback(self._done)
-        return await asyncio.shield(task)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if begun is not None and not begun.is_set():
+                task.cancel()
+            raise
 
     def _done(self, task: asyncio.Task[Any]) -> None:
         self._changes.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
+        if task.cancelled():
+            log.info("an operator has gone; the change it asked for had not begun and was dropped")
+        elif (error := task.exception()) is not None:
             log.warning("an operator's change failed: %s", error)
 
-    async def _load(self, path: Path, name: str, settings: dict[str, object]) -> Hosted:
+    async def _load(self, path: Path, name: str, settings: dict[str, object], begun: asyncio.Event) -> Hosted:
         async with self._one_load:
+            begun.set()
             if self._draining:
                 raise Draining
             artifact = await self._readable(path)
@@ -225,6 +234,8 @@ class ModelHost:
     def _check_name(self, name: str) -> None:
         if len(name.encode()) > _MAX_NAME or not name.isprintable():
             raise InvalidField("name", f"{shown(name)} is no name; give at most {_MAX_NAME} bytes that can be printed")
+        if name == DEFAULT:
+            raise InvalidField("name", f"{shown(name)} means the default model, whichever that is; give this one another name")
         if name in self._models or name in self._coming:
             sentence = f"a model {shown(name)} is loaded already; give this one another name or unload that one"
             raise OperatorFault("ALREADY_EXISTS", "MODEL_NAME_TAKEN", sentence, model=name)

@@ -7,34 +7,26 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
-
-import grpc
-import grpc.aio
+from typing import TypeVar
 
 from colibri.v1 import operator_pb2 as pb, operator_pb2_grpc
 from service.damping import describe_damping
-from service.errors import refusal
-from service.faults import Draining, Fault, InvalidField, OperatorFault
+from service.faults import Fault, InvalidField, OperatorFault
 from service.hosted import Hosted
 from service.models import ModelHost
+from service.operator_balance import rebalance
+from service.operator_calls import Context, answer, change, refuse
+from service.operator_fields import load_settings, unload_grace, watch_interval, watch_windows, within
 from service.operator_messages import machine_message, model_message, placement_message, workers_of
 from service.routing import policy_message, read_policy
-from service.stats import Look, look_at, model_stats
-from workers.plan import PlanError
-from workers.team import ScaleError, Team
+from service.stats import Look, watched
 from workers.topology import read_topology
 
 log = logging.getLogger("colibri.service")
-_Context = grpc.aio.ServicerContext[Any, Any]
 _Result = TypeVar("_Result")
-_MOST = 255  # workers of a node, threads of a worker
-_INTERVAL_MS = (50, 60_000)
-_DEFAULT_INTERVAL_MS = 1000
-_LONGEST_GRACE = 86400.0  # seconds
 _DRAIN_SECONDS = 60.0  # for workers to leave: the step that runs, then TERM, then KILL
 
 
@@ -54,7 +46,7 @@ class OperatorServicer(operator_pb2_grpc.OperatorServicer):
 
     # ------------------------------------------------------------ machine and workers
 
-    async def Topology(self, request: pb.TopologyRequest, context: _Context) -> pb.TopologyResponse:
+    async def Topology(self, request: pb.TopologyRequest, context: Context) -> pb.TopologyResponse:
         """The machine, and where weights lie."""
 
         async def work() -> pb.TopologyResponse:
@@ -62,34 +54,34 @@ class OperatorServicer(operator_pb2_grpc.OperatorServicer):
             response.placements.extend(await _of_each(self._meant(request.model), placement_message))
             return response
 
-        return await _answer(context, work)
+        return await answer(context, work)
 
-    async def ListWorkers(self, request: pb.ListWorkersRequest, context: _Context) -> pb.ListWorkersResponse:
+    async def ListWorkers(self, request: pb.ListWorkersRequest, context: Context) -> pb.ListWorkersResponse:
         """Workers of one model or of all."""
 
         async def work() -> pb.ListWorkersResponse:
             workers = await _of_each(self._meant(request.model), workers_of)
             return pb.ListWorkersResponse(workers=itertools.chain.from_iterable(workers))
 
-        return await _answer(context, work)
+        return await answer(context, work)
 
-    async def ScaleWorkers(self, request: pb.ScaleWorkersRequest, context: _Context) -> pb.ScaleWorkersResponse:
+    async def ScaleWorkers(self, request: pb.ScaleWorkersRequest, context: Context) -> pb.ScaleWorkersResponse:
         """As many workers and threads as wished for, or all as before."""
 
         async def work() -> pb.ScaleWorkersResponse:
-            workers = _within(request, "workers", 0) if request.HasField("workers") else None
-            threads = _within(request, "threads", 1) if request.HasField("threads") else None
+            workers = within(request, "workers", 0) if request.HasField("workers") else None
+            threads = within(request, "threads", 1) if request.HasField("threads") else None
             if workers is None and threads is None:
                 raise InvalidField("workers", "is missing, and threads too; say how many there are to be")
             node = request.node if request.HasField("node") else None
             hosted = self._changeable(request.model, node)
             timeout = self._start_timeout + _DRAIN_SECONDS
-            await self._change(hosted, "workers", lambda team: team.scale(node, workers=workers, threads=threads, timeout=timeout))
-            return pb.ScaleWorkersResponse(workers=await _aside(hosted, workers_of))
+            await change(self._host, hosted, "workers", lambda team: team.scale(node, workers=workers, threads=threads, timeout=timeout))
+            return pb.ScaleWorkersResponse(workers=await hosted.aside(workers_of))
 
-        return await _answer(context, work)
+        return await answer(context, work)
 
-    async def Drain(self, request: pb.DrainRequest, context: _Context) -> pb.DrainResponse:
+    async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
         """A worker or a node's workers go, and none come in their place."""
 
         async def work() -> pb.DrainResponse:
@@ -99,84 +91,82 @@ class OperatorServicer(operator_pb2_grpc.OperatorServicer):
 
             hosted = self._changeable(request.model, request.node if what == "node" else None)
             if what == "node":
-                await self._change(hosted, "node", lambda team: team.drain_node(request.node, timeout=_DRAIN_SECONDS))
+                await change(self._host, hosted, "node", lambda team: team.drain_node(request.node, timeout=_DRAIN_SECONDS))
             else:
-                await self._change(hosted, "worker", lambda team: team.drain_worker(request.worker, timeout=_DRAIN_SECONDS))
-            return pb.DrainResponse(workers=await _aside(hosted, workers_of))
+                await change(self._host, hosted, "worker", lambda team: team.drain_worker(request.worker, timeout=_DRAIN_SECONDS))
+            return pb.DrainResponse(workers=await hosted.aside(workers_of))
 
-        return await _answer(context, work)
+        return await answer(context, work)
 
-    async def RestartWorker(self, request: pb.RestartWorkerRequest, context: _Context) -> pb.RestartWorkerResponse:
+    async def RestartWorker(self, request: pb.RestartWorkerRequest, context: Context) -> pb.RestartWorkerResponse:
         """One worker anew."""
 
         async def work() -> pb.RestartWorkerResponse:
             hosted, timeout = self._changeable(request.model), self._start_timeout + _DRAIN_SECONDS
-            await self._change(hosted, "worker", lambda team: team.restart_worker(request.worker, timeout=timeout))
-            workers = await _aside(hosted, workers_of)
+            await change(self._host, hosted, "worker", lambda team: team.restart_worker(request.worker, timeout=timeout))
+            workers = await hosted.aside(workers_of)
             return pb.RestartWorkerResponse(worker=next((worker for worker in workers if worker.index == request.worker), None))
 
-        return await _answer(context, work)
+        return await answer(context, work)
 
     # ------------------------------------------------------------ models
 
-    async def ListLoadedModels(self, request: pb.ListLoadedModelsRequest, context: _Context) -> pb.ListLoadedModelsResponse:
+    async def ListLoadedModels(self, request: pb.ListLoadedModelsRequest, context: Context) -> pb.ListLoadedModelsResponse:
         """All models, those that are being loaded last."""
 
         async def work() -> pb.ListLoadedModelsResponse:
-            response = pb.ListLoadedModelsResponse(models=await _of_each(self._host.models, model_message))
-            response.models.extend(pb.LoadedModel(name=name, state=pb.MODEL_STATE_LOADING) for name in self._host.coming)
+            models, coming = self._host.models, self._host.coming  # at one moment: none is in both or in neither
+            response = pb.ListLoadedModelsResponse(models=await _of_each(models, model_message))
+            response.models.extend(pb.LoadedModel(name=name, state=pb.MODEL_STATE_LOADING) for name in coming)
             return response
 
-        return await _answer(context, work)
+        return await answer(context, work)
 
-    async def LoadModel(self, request: pb.LoadModelRequest, context: _Context) -> pb.LoadModelResponse:
+    async def LoadModel(self, request: pb.LoadModelRequest, context: Context) -> pb.LoadModelResponse:
         """A further model."""
 
         async def work() -> pb.LoadModelResponse:
             began = time.perf_counter()
             if not request.path:
                 raise InvalidField("path", "is empty; name a .colibri file")
-            hosted = await self._host.load(Path(request.path), name=request.name, settings=_settings(request))
-            message = await _aside(hosted, model_message)
+            hosted = await self._host.load(Path(request.path), name=request.name, settings=load_settings(request))
+            message = await hosted.aside(model_message)
             return pb.LoadModelResponse(model=message, load_ms=1e3 * (time.perf_counter() - began))
 
-        return await _answer(context, work)
+        return await answer(context, work)
 
-    async def UnloadModel(self, request: pb.UnloadModelRequest, context: _Context) -> pb.UnloadModelResponse:
+    async def UnloadModel(self, request: pb.UnloadModelRequest, context: Context) -> pb.UnloadModelResponse:
         """One model less."""
 
         async def work() -> pb.UnloadModelResponse:
             if not request.name:
                 raise InvalidField("name", "is empty; name the model to unload")
-            grace = request.grace_seconds if request.HasField("grace_seconds") else None
-            if grace is not None and not 0 <= grace <= _LONGEST_GRACE:
-                raise InvalidField("grace_seconds", f"is {grace}; it must lie between 0 and {_LONGEST_GRACE:.0f}")
-            return pb.UnloadModelResponse(broken_off=await self._host.unload(request.name, grace=grace))
+            return pb.UnloadModelResponse(broken_off=await self._host.unload(request.name, grace=unload_grace(request)))
 
-        return await _answer(context, work)
+        return await answer(context, work)
 
-    async def SwapModel(self, request: pb.SwapModelRequest, context: _Context) -> pb.SwapModelResponse:
+    async def SwapModel(self, request: pb.SwapModelRequest, context: Context) -> pb.SwapModelResponse:
         """Another default."""
 
         async def work() -> pb.SwapModelResponse:
             swapped = await self._host.swap(request.name)
-            message = await _aside(swapped.model, model_message)
+            message = await swapped.model.aside(model_message)
             return pb.SwapModelResponse(model=message, previous=swapped.previous, swap_ms=1e3 * swapped.seconds)
 
-        return await _answer(context, work)
+        return await answer(context, work)
 
     # ------------------------------------------------------------ routing
 
-    async def GetRoutingPolicy(self, request: pb.GetRoutingPolicyRequest, context: _Context) -> pb.GetRoutingPolicyResponse:
+    async def GetRoutingPolicy(self, request: pb.GetRoutingPolicyRequest, context: Context) -> pb.GetRoutingPolicyResponse:
         """A model's default."""
 
         async def work() -> pb.GetRoutingPolicyResponse:
             hosted = self._host.find(request.model)
             return pb.GetRoutingPolicyResponse(model=hosted.name, policy=policy_message(hosted.damping))
 
-        return await _answer(context, work)
+        return await answer(context, work)
 
-    async def SetRoutingPolicy(self, request: pb.SetRoutingPolicyRequest, context: _Context) -> pb.SetRoutingPolicyResponse:
+    async def SetRoutingPolicy(self, request: pb.SetRoutingPolicyRequest, context: Context) -> pb.SetRoutingPolicyResponse:
         """Another default, for requests that come from now on."""
 
         async def work() -> pb.SetRoutingPolicyResponse:
@@ -188,17 +178,24 @@ class OperatorServicer(operator_pb2_grpc.OperatorServicer):
             log.info("routing of %s by default: %s", hosted.name, describe_damping(hosted.damping))
             return pb.SetRoutingPolicyResponse(model=hosted.name, policy=policy_message(hosted.damping), previous=before)
 
-        return await _answer(context, work)
+        return await answer(context, work)
+
+    # ------------------------------------------------------------ balance
+
+    async def Rebalance(self, request: pb.RebalanceRequest, context: Context) -> pb.RebalanceResponse:
+        """Experts to where they make the work even."""
+        return await answer(context, lambda: rebalance(self._host, self._changeable(request.model), request))
 
     # ------------------------------------------------------------ statistics
 
-    async def WatchStats(self, request: pb.WatchStatsRequest, context: _Context) -> AsyncIterator[pb.WatchStatsResponse]:
+    async def WatchStats(self, request: pb.WatchStatsRequest, context: Context) -> AsyncIterator[pb.WatchStatsResponse]:
         """A message each interval. The next is made once the last has gone out, so a slow watcher holds up itself alone."""
         try:
-            interval = _interval(request)
+            interval, windows = watch_interval(request), watch_windows(request)
             self._meant(request.model)
         except Fault as fault:
-            await _refuse(context, fault)
+            await refuse(context, fault)
+        experts = request.experts if request.HasField("experts") else True
         before: dict[str, Look] = {}
         told = self._since
         due = time.monotonic()
@@ -209,8 +206,9 @@ class OperatorServicer(operator_pb2_grpc.OperatorServicer):
             for hosted in self._watched(request.model):
                 if hosted.closing:
                     continue
-                look = looks[hosted.name] = await _aside(hosted, partial(look_at, experts=_experts(request)))
-                response.models.append(model_stats(hosted, _same(before.get(hosted.name), hosted), look))
+                last = _same(before.get(hosted.name), hosted)
+                looks[hosted.name], stats = await hosted.aside(partial(watched, before=last, experts=experts, windows=windows))
+                response.models.append(stats)
             before, told = looks, now
             yield response
             due = max(due + interval, time.monotonic())
@@ -238,63 +236,6 @@ class OperatorServicer(operator_pb2_grpc.OperatorServicer):
             raise OperatorFault("NOT_FOUND", "UNKNOWN_NODE", sentence, node=str(node))
         return hosted
 
-    async def _change(self, hosted: Hosted, field: str, change: Callable[[Team], object]) -> None:
-        """Sees a change of a model's team through, whatever becomes of the call; changes of one team follow one another. `field` of the
-        request is what no plan could be made of, if none can."""
-
-        async def work() -> None:
-            async with hosted.changes:
-                if self._host.draining:  # those that have not begun must not hold up the end
-                    raise Draining
-                if hosted.closing:
-                    raise OperatorFault("NOT_FOUND", "UNKNOWN_MODEL", f"model {hosted.name!r} has been unloaded", model=hosted.name)
-                try:
-                    await _aside(hosted, lambda _: change(hosted.team))
-                except KeyError as error:
-                    sentence = f"model {hosted.name!r} has no worker {error.args[0]}"
-                    raise OperatorFault("NOT_FOUND", "UNKNOWN_WORKER", sentence) from error
-
-        try:
-            await self._host.see_through(work())
-        except ScaleError as error:
-            if isinstance(error.__cause__, PlanError):
-                raise InvalidField(field, str(error)) from error
-            raise OperatorFault("ABORTED", "SCALE_FAILED", str(error)) from error
-
-
-def _settings(request: pb.LoadModelRequest) -> dict[str, object]:
-    """What a model is to have otherwise than the server's own settings say."""
-    settings: dict[str, object] = {}
-    if request.HasField("workers_per_node"):
-        settings["workers_per_node"] = _within(request, "workers_per_node", 0)
-    if request.HasField("threads_per_worker"):
-        settings["threads_per_worker"] = _within(request, "threads_per_worker", 1)
-    if request.HasField("kv_memory"):
-        settings["kv_memory"] = request.kv_memory
-    if request.load:
-        settings["load"] = request.load
-    return settings
-
-
-def _within(request: pb.LoadModelRequest | pb.ScaleWorkersRequest, field: str, least: int) -> int:
-    value: int = getattr(request, field)
-    if not least <= value <= _MOST:
-        raise InvalidField(field, f"is {value}; it must lie between {least} and {_MOST}")
-    return value
-
-
-def _interval(request: pb.WatchStatsRequest) -> float:
-    """Seconds."""
-    wish = request.interval_ms if request.HasField("interval_ms") else _DEFAULT_INTERVAL_MS
-    least, most = _INTERVAL_MS
-    if not least <= wish <= most:
-        raise InvalidField("interval_ms", f"is {wish}; it must lie between {least} and {most}")
-    return wish / 1000
-
-
-def _experts(request: pb.WatchStatsRequest) -> bool:
-    return request.experts if request.HasField("experts") else True
-
 
 def _same(look: Look | None, hosted: Hosted) -> Look | None:
     """A look from before, unless another model had the name then."""
@@ -303,29 +244,4 @@ def _same(look: Look | None, hosted: Hosted) -> Look | None:
 
 async def _of_each(models: Sequence[Hosted], work: Callable[[Hosted], _Result]) -> list[_Result]:
     """What is to be said of each model; one that is just being closed is passed over."""
-    return [await _aside(hosted, work) for hosted in models if not hosted.closing]
-
-
-async def _aside(hosted: Hosted, work: Callable[[Hosted], _Result]) -> _Result:
-    """Runs in a thread what may wait for the supervisor; the model stays open meanwhile."""
-    with hosted.in_use():
-        return await asyncio.to_thread(work, hosted)
-
-
-async def _answer(context: _Context, work: Callable[[], Awaitable[_Result]]) -> _Result:
-    """Runs a handler; a Fault becomes the call's status, and so does a bug of ours."""
-    try:
-        return await work()
-    except Exception as error:
-        if isinstance(error, grpc.aio.BaseError):
-            raise
-        if not isinstance(error, Fault):
-            log.exception("an operator's call failed")
-        await _refuse(context, error)
-    raise AssertionError("context.abort returned")
-
-
-async def _refuse(context: _Context, error: Exception) -> None:
-    """Ends the call; does not return."""
-    status = refusal(error).status()
-    await context.abort(status.code, status.details or "", status.trailing_metadata or ())
+    return [await hosted.aside(work) for hosted in models if not hosted.closing]

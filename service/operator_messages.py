@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from colibri.v1 import operator_pb2 as pb
 from service.hosted import Hosted, ModelState
+from service.load_messages import write_places
 from workers.lifecycle import State
 from workers.slot import WorkerSnapshot
 from workers.team import TeamDescription
@@ -99,8 +100,8 @@ def machine_message(topology: Topology) -> pb.TopologyResponse:
 
 def placement_message(hosted: Hosted) -> pb.Placement:
     """Where a model's weights lie. Any thread."""
-    team = hosted.team.describe()
-    return pb.Placement(
+    team, info = hosted.team.describe(), hosted.model.info
+    placement = pb.Placement(
         model=hosted.name,
         placement=team.placement.placement,
         reason=team.placement.reason,
@@ -112,7 +113,13 @@ def placement_message(hosted: Hosted) -> pb.Placement:
             if share.node >= 0
         ],
         degraded=team.degraded,
+        layers=info.layers,
+        experts=info.experts,
+        experts_per_token=info.top_k,
+        expert_bytes=hosted.loads.expert_bytes,
     )
+    write_places(placement, hosted.loads.places())
+    return placement
 
 
 def _sets(groups: Iterable[Iterable[int]]) -> list[pb.CpuSet]:

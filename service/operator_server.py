@@ -13,6 +13,7 @@ import grpc.aio
 from grpc_reflection.v1alpha import reflection
 
 from colibri.v1 import operator_pb2, operator_pb2_grpc
+from service.address import read_pem
 from service.config import ConfigError, ServeConfig
 from service.models import ModelHost
 from service.operator import OperatorServicer
@@ -101,8 +102,8 @@ def _bind(server: grpc.aio.Server, path: Path) -> None:
 
 def _bind_tls(server: grpc.aio.Server, config: ServeConfig) -> int:
     credentials = grpc.ssl_server_credentials(
-        [(_pem("operator_key", config.operator_key), _pem("operator_cert", config.operator_cert))],
-        root_certificates=_pem("operator_ca", config.operator_ca),
+        [(read_pem("operator_key", config.operator_key), read_pem("operator_cert", config.operator_cert))],
+        root_certificates=read_pem("operator_ca", config.operator_ca),
         require_client_auth=True,
     )
     try:
@@ -110,13 +111,3 @@ def _bind_tls(server: grpc.aio.Server, config: ServeConfig) -> int:
     except RuntimeError as error:
         remedy = "is the address free, and does operator_key belong to operator_cert?"
         raise ConfigError(f"operators cannot be served on {config.operator_address}: {error}; {remedy}") from error
-
-
-def _pem(setting: str, path: str) -> bytes:
-    try:
-        data = Path(path).read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{setting} {path}: {error.strerror}") from error
-    if b"-----BEGIN " not in data:
-        raise ConfigError(f"{setting} {path} is no PEM file")
-    return data

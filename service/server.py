@@ -30,6 +30,7 @@ from service.experts import ExpertsServicer
 from service.health import EXPERTS, LIVENESS, READINESS, HealthServicer
 from service.hosted import Hosted
 from service.inference import InferenceServicer, add_inference
+from service.load_watch import LOOK_EVERY
 from service.loop import ServerLoop
 from service.metrics import Metrics, Snapshot
 from service.models import ModelHost
@@ -84,7 +85,7 @@ class Server:
         self.port = 0  # bound; 0 on a unix socket
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
-        self._watch: asyncio.Task[None] | None = None
+        self._watches: list[asyncio.Task[None]] = []
         self._undo = contextlib.AsyncExitStack()
 
     @property
@@ -127,14 +128,15 @@ class Server:
         undo.push_async_callback(self.host.close)
         opening, self._opening = self._opening or begin_opening(config), None
         await self.host.start(artifact, opening)
-        self.metrics.read_from(self._snapshots)
+        self.metrics.read_from(self._snapshots, experts=config.metrics_experts)
         undo.callback(self.metrics.close)
         self._start_metrics()
         await self._listen()
         await self.operators.start(self.port)
         undo.push_async_callback(self.operators.stop)
-        self._watch = asyncio.create_task(self._watch_engines())
-        undo.callback(self._watch.cancel)
+        for watch in (self._watch_engines(), self._watch_experts()):
+            self._watches.append(asyncio.create_task(watch))
+            undo.callback(self._watches[-1].cancel)
         self._look_at_engines()
         log.info("serving %s on %s (worker processes: %d)", self.default.name, self._listening, len(self.default.team.plan.workers))
         log.info("operators: %s", ", ".join(self.operators.places) or "nowhere")
@@ -225,6 +227,12 @@ class Server:
         while True:
             self._look_at_engines()
             await asyncio.sleep(_HEALTH_EVERY)
+
+    async def _watch_experts(self) -> None:
+        while True:
+            for hosted in self.host.models:
+                await hosted.look_at_experts()
+            await asyncio.sleep(LOOK_EVERY)
 
     def _look_at_engines(self) -> None:
         now, default, draining = time.monotonic(), self.default, self.host.draining

@@ -5,21 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from colibri.v1 import operator_pb2 as pb
 from engine_c import OPERATIONS
 from service.engine import EngineTotals
 from service.hosted import Hosted
+from service.load import Counters, between
+from service.load_messages import load_message
 from service.operator_messages import MODEL_STATES, worker_messages
 from service.plan import SchedulerStats
 from workers.slot import WorkerSnapshot
 from workers.team import TeamDescription
-
-if TYPE_CHECKING:  # a start need not wait for it
-    import numpy as np
-    import numpy.typing as npt
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +29,7 @@ class Look:
     totals: EngineTotals
     tokens: int
     team: TeamDescription
-    experts: npt.NDArray[np.uint64] | None
+    counters: Counters
     cpu_ns: dict[int, int] = field(default_factory=dict)
     front_ns: int = 0
 
@@ -41,7 +39,7 @@ class Look:
         return self.team.workers.workers
 
 
-def look_at(hosted: Hosted, *, experts: bool) -> Look:
+def look_at(hosted: Hosted) -> Look:
     """Any thread, as long as the team stays open."""
     scheduler, totals = hosted.engine.stats()
     team = hosted.team.describe()
@@ -51,10 +49,25 @@ def look_at(hosted: Hosted, *, experts: bool) -> Look:
         totals=totals,
         tokens=hosted.desk.tokens,
         team=team,
-        experts=hosted.team.session.expert_counts() if experts else None,
+        counters=hosted.team.session.telemetry(),
         cpu_ns={worker.index: _process_ns(worker.pid) for worker in team.workers.workers if worker.pid is not None},
         front_ns=_thread_ns(Path(f"/proc/self/task/{hosted.engine.thread_id}")) if hosted.team.session.options.front_lane else 0,
     )
+
+
+def watched(hosted: Hosted, *, before: Look | None, experts: bool, windows: Sequence[float]) -> tuple[Look, pb.ModelStats]:
+    """A look and what has happened since the one before; `experts`: with what each expert had; `windows`: moving ones besides, by their
+    spans. Any thread, as long as the team stays open."""
+    now = look_at(hosted)
+    stats = model_stats(hosted, before, now)
+    seconds = now.at - (before.at if before is not None else hosted.loaded_at)
+    loads = [between(now.counters, before.counters if before is not None else None, seconds=seconds)]
+    moving = dict(hosted.loads.windows())
+    loads += [moving[span] for span in windows if span in moving]
+    tell = partial(load_message, experts=experts, parts=hosted.loads.parts(), expert_bytes=hosted.loads.expert_bytes)
+    stats.load.CopyFrom(tell(loads[0]))
+    stats.windows.extend(map(tell, loads[1:]))
+    return now, stats
 
 
 def model_stats(hosted: Hosted, before: Look | None, now: Look) -> pb.ModelStats:
@@ -63,7 +76,7 @@ def model_stats(hosted: Hosted, before: Look | None, now: Look) -> pb.ModelStats
     seconds = max(1e-9, now.at - (before.at if before is not None else hosted.loaded_at))
     pool, totals = now.scheduler.pool, now.totals
     workers = _worker_stats(hosted, before, now, seconds)
-    stats = pb.ModelStats(
+    return pb.ModelStats(
         model=hosted.name,
         state=MODEL_STATES[hosted.state],
         running=now.scheduler.running,
@@ -87,10 +100,6 @@ def model_stats(hosted: Hosted, before: Look | None, now: Look) -> pb.ModelStats
         preemptions=now.scheduler.preemptions - (before.scheduler.preemptions if before is not None else 0),
         worker_restarts=now.team.workers.restarts - (before.team.workers.restarts if before is not None else 0),
     )
-    if now.experts is not None:
-        counts = now.experts if before is None or before.experts is None else now.experts - before.experts
-        stats.experts.extend(pb.ExpertCounts(tokens=layer) for layer in counts.tolist())
-    return stats
 
 
 def _operations(before: Sequence[int], now: Sequence[int]) -> list[pb.OperationTime]:

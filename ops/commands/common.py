@@ -25,6 +25,7 @@ _USER_ERRORS = (
     ("ops.models", "ModelError"),
     ("service.config", "ConfigError"),
     ("service.artifact", "ArtifactError"),
+    ("service.recording", "RecordingError"),
     ("service.faults", "Fault"),
     ("workers.plan", "PlanError"),
     ("workers.segments", "SegmentError"),

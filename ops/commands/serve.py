@@ -120,8 +120,10 @@ def register(app: typer.Typer) -> None:
         )
         logging.basicConfig(level=log_level.value.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         settings = settings.with_(model=container(model, cache_dir(), quant.value))
+        from service.address import check_address
         from service.opening import begin_opening
 
+        check_address(settings)
         opening = begin_opening(settings)
         from service.server import Server  # takes about as long to import as the team to open
 

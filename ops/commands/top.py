@@ -24,6 +24,9 @@ def register(app: typer.Typer) -> None:
     def top(
         interval: Annotated[float, typer.Option("--interval", "-i", min=0.05, max=60, help="Seconds between frames.")] = 1.0,
         model: Annotated[str, typer.Option("--model", help="Only this model.")] = "",
+        window: Annotated[
+            int | None, typer.Option(help="Show what experts had in the last 1, 10 or 60 seconds rather than since the last frame.")
+        ] = None,
         once: Annotated[bool, typer.Option("--once", help="One frame, of one interval; without a terminal always.")] = False,
         as_json: Json = False,
         operator: Operator = "",
@@ -34,7 +37,8 @@ def register(app: typer.Typer) -> None:
         from colibri.v1 import operator_pb2 as pb
         from ops.operators import located, operator_stub
 
-        request = pb.WatchStatsRequest(interval_ms=round(interval * 1000), model=model)
+        windows = [] if window is None else [window]
+        request = pb.WatchStatsRequest(interval_ms=round(interval * 1000), model=model, windows=windows)
         where = located(target(operator, cert, key, ca))
         with operator_stub(where) as stub:
             if as_json:

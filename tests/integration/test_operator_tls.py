@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import socket
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -85,16 +86,35 @@ def test_an_operator_with_a_certificate_is_served(server: Serving, ours: Authori
 
 def test_a_certificate_of_another_authority_is_refused(server: Serving, ours: Authority, tmp_path: Path) -> None:
     stranger = Authority(tmp_path, "stranger").make().issue("operator")
-    with pytest.raises(grpc.RpcError) as refused:
+    with pytest.raises(CommandError, match=rf"ended the connection when it had seen the certificate; is {stranger[0]} signed by"):
         ask(target(server, ours.certificate, stranger))
-    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
 def test_a_server_of_another_authority_is_not_trusted(server: Serving, ours: Authority, tmp_path: Path) -> None:
     stranger = Authority(tmp_path, "stranger").make()
-    with pytest.raises(grpc.RpcError) as refused:
+    words = rf"certificate is not to be trusted: unable to get local issuer certificate; .* authority in {stranger.certificate}"
+    with pytest.raises(CommandError, match=words):
         ask(target(server, stranger.certificate, ours.issue("operator")))
-    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+def test_a_key_of_another_certificate_is_said(server: Serving, ours: Authority) -> None:
+    certificate, key = ours.issue("operator")[0], ours.issue("another")[1]
+    with pytest.raises(CommandError, match=rf"{certificate}, {key} .* do certificate and key belong together"):
+        ask(target(server, ours.certificate, (certificate, key)))
+
+
+def test_a_certificate_for_another_host_is_said(tiny_model: Path, settings: dict[str, str], ours: Authority) -> None:
+    with serving(tiny_model, **(settings | {"operator_address": "127.0.0.2:0"})) as running:
+        where = OperatorTarget(f"127.0.0.2:{running.server.operators.port}", *map(str, ours.issue("operator")), str(ours.certificate))
+        with pytest.raises(CommandError, match=r"not to be trusted: .*127\.0\.0\.2.*is it for the host 127\.0\.0\.2"):
+            ask(where)
+
+
+def test_nobody_there_is_not_laid_to_tls(ours: Authority) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    with pytest.raises(grpc.RpcError, match="Connection refused"):
+        ask(OperatorTarget(f"127.0.0.1:{port}", *map(str, ours.issue("operator")), str(ours.certificate)))
 
 
 def test_an_operator_without_a_certificate_is_refused(server: Serving, ours: Authority) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import stat
@@ -170,9 +171,9 @@ def test_watching_tells_what_happens(operated: Operating) -> None:
         (stats,) = next(watch).models
         tokens += stats.tokens
         steps += stats.steps
-        routed += sum(stats.experts[0].tokens)
+        routed += sum(stats.load.layers[0].tokens)
         busy |= stats.running == STREAMS and stats.lanes_busy > 0.1 and stats.kv_blocks_held > 0
-        assert len(stats.experts) == 4
+        assert len(stats.load.layers) == 4
         assert [worker.worker.state for worker in stats.workers] == [op.WORKER_STATE_READY]
     streams.join()
     assert busy
@@ -192,7 +193,7 @@ def test_a_watcher_that_does_not_read_holds_nothing_up(operated: Operating) -> N
 def test_watchers_see_a_killed_worker_come_back(operated: Operating) -> None:
     watch = operated.stub.WatchStats(op.WatchStatsRequest(interval_ms=50, experts=False), timeout=PATIENCE)
     (stats,) = next(watch).models
-    assert not stats.experts
+    assert not any(layer.tokens or layer.active for layer in stats.load.layers)
     os.kill(stats.workers[0].worker.pid, signal.SIGKILL)
     restarts = 0
     while not restarts:
@@ -207,6 +208,19 @@ def test_an_interval_out_of_range_is_refused(operated: Operating, interval: int)
     with pytest.raises(grpc.RpcError) as refused:
         next(operated.stub.WatchStats(op.WatchStatsRequest(interval_ms=interval), timeout=PATIENCE))
     assert fields_at_fault(refused.value) == ["interval_ms"]
+
+
+def test_a_change_whose_caller_has_gone_before_its_turn_is_dropped(operated: Operating) -> None:
+    hosted, loop = operated.serving.server.default, operated.serving.loop
+    asyncio.run_coroutine_threadsafe(hosted.changes.acquire(), loop).result(PATIENCE)
+    request = op.ScaleWorkersRequest(node=0, workers=3)
+    with pytest.raises(grpc.RpcError) as late:
+        operated.stub.ScaleWorkers(request, timeout=0.3)
+    assert late.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    until(lambda: not operated.serving.server.host._changes, "the change is dropped")
+    loop.call_soon_threadsafe(hosted.changes.release)
+    assert ready(operated.scale(2)) == [0, 1]
+    assert len(hosted.team.plan.workers) == 2
 
 
 def test_a_watcher_s_stream_ends_regularly_with_the_server(model: Path, tmp_path: Path) -> None:

@@ -46,3 +46,33 @@ def test_a_socket_is_taken_from_nobody_who_listens_but_from_one_who_was_killed(t
         with pytest.raises(ConfigError, match="another server does"):
             check_address(config)
     check_address(config)
+
+
+@pytest.fixture
+def secured(tmp_path: Path) -> dict[str, str]:
+    """Settings for operators elsewhere, with files that look like certificates."""
+    files = {name: tmp_path / f"{name}.pem" for name in ("operator_cert", "operator_key", "operator_ca")}
+    for path in files.values():
+        path.write_text("-----BEGIN CERTIFICATE-----\n")
+    return {name: str(path) for name, path in files.items()}
+
+
+def test_operators_address_is_tried_too(secured: dict[str, str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        words = rf"operators cannot be served on 127\.0\.0\.1:{port}: Address already in use; choose another operator_address"
+        with pytest.raises(ConfigError, match=words):
+            check_address(ServeConfig(port=0, operator_address=f"127.0.0.1:{port}", **secured))
+    check_address(ServeConfig(port=0, operator_address=f"127.0.0.1:{port}", **secured))
+
+
+@pytest.mark.parametrize(("address", "words"), [("192.0.2.1:1", "Cannot assign"), ("127.0.0.1:50051", "clients")])
+def test_operators_address_that_cannot_be_had_is_named(secured: dict[str, str], address: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=rf"operators cannot be served on {address}: .*{words}"):
+        check_address(ServeConfig(operator_address=address, **secured))
+
+
+def test_operators_certificates_must_be_there(secured: dict[str, str]) -> None:
+    Path(secured["operator_key"]).unlink()
+    with pytest.raises(ConfigError, match=r"operator_key .*: No such file"):
+        check_address(ServeConfig(port=0, operator_address="127.0.0.1:0", **secured))
