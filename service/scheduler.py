@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from engine_c import RowResult, SeqResult, SeqWork
+from service.admission import Queue, check_deadline, check_fits, check_queue
 from service.blocks import BLOCK, BlockPool, IntegrityError, Table, blocks_for
-from service.faults import DeadlineExpired, DeadlineUnmeetable, EngineFault, Fault, InvalidField, QueueFull
+from service.faults import DeadlineExpired, EngineFault, Fault
 from service.plan import Limits, Plan, SchedulerStats, Share, Update
 from service.request import LIVE, Reason, Request, State
 from service.slots import NONE, Slots
@@ -65,9 +66,10 @@ class Scheduler:
 
     def add(self, request: Request, *, now: float) -> None:
         """Queues a request. Raises the Fault that says why not: InvalidField, QueueFull, DeadlineUnmeetable, DeadlineExpired."""
-        self._check_fits(request)
-        self._check_queue(request)
-        self._check_deadline(request, now)
+        queue = self._queue()
+        check_fits(request, limits=self.limits, blocks=self.pool.total)
+        check_queue(request, limits=self.limits, queue=queue)
+        check_deadline(request, queue=queue, now=now)
         if request.id in self.requests:
             raise ValueError(f"request {request.id} is already here")
         request.order, request.arrived = next(self._orders), now
@@ -89,6 +91,10 @@ class Scheduler:
     def backlog(self) -> int:
         """Prompt rows that have to run before a request added now."""
         return sum(r.pending for r in self.waiting) + sum(r.pending for r in self.running if r.state is State.PREFILL)
+
+    def _queue(self) -> Queue:
+        tokens, busy = sum(len(r.prompt) for r in self.waiting), bool(self.waiting or self.running)
+        return Queue(requests=len(self.waiting), tokens=tokens, rows=self.backlog(), rate=self.prefill_rate, busy=busy)
 
     def stats(self) -> SchedulerStats:
         """A snapshot."""
@@ -169,41 +175,6 @@ class Scheduler:
                 raise IntegrityError("requests are out of order")
 
     # ------------------------------------------------------------ admission
-
-    def _check_fits(self, request: Request) -> None:
-        if request.pending < 1:
-            raise InvalidField("input", "a prompt needs at least one token, a text to score two")
-        needed = blocks_for(request.most_tokens)
-        if needed > self.pool.total:
-            sentence = f"{request.most_tokens} tokens of prompt and answer need {needed} KV blocks, the server has {self.pool.total}"
-            raise InvalidField("max_tokens", f"{sentence}; ask for fewer or start the server with more KV memory")
-        if len(request.prompt) > self.limits.max_queue_tokens:
-            raise InvalidField("input", f"{len(request.prompt)} prompt tokens; the queue takes {self.limits.max_queue_tokens}")
-
-    def _check_queue(self, request: Request) -> None:
-        tokens = sum(len(r.prompt) for r in self.waiting)
-        if len(self.waiting) >= self.limits.max_queue:
-            raise QueueFull(f"{len(self.waiting)} requests wait already, the limit", retry_after=self._retry_after(tokens))
-        if tokens + len(request.prompt) > self.limits.max_queue_tokens:
-            limit = self.limits.max_queue_tokens
-            sentence = f"{tokens} prompt tokens wait already, {len(request.prompt)} more would pass the limit of {limit}"
-            raise QueueFull(sentence, retry_after=self._retry_after(tokens))
-
-    def _check_deadline(self, request: Request, now: float) -> None:
-        if request.deadline is None:
-            return
-        remaining = request.deadline - now
-        if remaining <= 0:
-            raise DeadlineExpired
-        if self.prefill_rate > 0 and (self.waiting or self.running):
-            predicted = (self.backlog() + request.pending) / self.prefill_rate
-            if predicted > remaining:
-                raise DeadlineUnmeetable(predicted=predicted, remaining=remaining)
-
-    def _retry_after(self, tokens: int) -> float:
-        """Seconds until about half of the queue has gone; between a quarter of a second and 30."""
-        seconds = tokens / 2 / self.prefill_rate if self.prefill_rate > 0 else 1.0
-        return min(max(seconds, 0.25), 30.0)
 
     def _can_admit(self, request: Request, budget: _Budget) -> bool:
         if budget.rows < 1 or budget.seqs < 1 or budget.logits < 1 or len(self.running) >= self.limits.max_seqs:
