@@ -124,6 +124,19 @@ class Model(_Handle):
             raise fail(err)
         return cls(out[0])
 
+    def place(self, layer: int, expert: int, nodes: Sequence[int]) -> None:
+        """Says on which nodes an expert, and each copy of it, lies: its tasks are then at home there. EngineError EINVAL, EUNSUPPORTED."""
+        err = ffi.new("colibri_error *")
+        if lib.colibri_model_place(self._pointer, layer, expert, ffi.new("int32_t[]", list(nodes)), len(nodes), err):
+            raise fail(err)
+
+    def remap(self, part: Part) -> None:
+        """Maps a part's bytes from its descriptor, which stays the caller's and must hold the same bytes, in this process, while others may read
+        them. EngineError EINVAL, EIO, EFORMAT, ENOMEM."""
+        err = ffi.new("colibri_error *")
+        if lib.colibri_model_remap(self._pointer, ffi.new("colibri_part[]", [(part.fd, part.node, part.offset, part.bytes)]), err):
+            raise fail(err)
+
     def close(self) -> None:
         """Unmaps the container. EngineError ESTATE while a session or worker uses it."""
         if self.users and not self.closed:

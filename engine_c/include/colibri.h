@@ -132,6 +132,15 @@ typedef struct colibri_part {
  * results do not depend on it. Errors as colibri_model_open; COLIBRI_EINVAL for parts that do not fit together, COLIBRI_ENOMEM for more than
  * the kernel maps (vm.max_map_count). */
 COLIBRI_API int colibri_model_open_parts(const colibri_part *parts, int32_t n, colibri_model **out, colibri_error *err);
+/* Says on which n nodes an expert lies, once its pages have been moved there or copies been made (colibri_model_remap): its tasks are then at home on the
+ * one of them that has least to do in the phase. n 0: as the parts say. Any thread, also while steps run: holds from the next phase on, and changes who
+ * computes, never a result. COLIBRI_EINVAL for a layer, an expert or a node that the model has not, or fewer than two nodes; COLIBRI_EUNSUPPORTED with more
+ * than 64 nodes. */
+COLIBRI_API int colibri_model_place(colibri_model *model, int32_t layer, int32_t expert, const int32_t *nodes, int32_t n, colibri_error *err);
+/* Maps the bytes of a part from another descriptor, in place of what they were mapped from, in this process only. It must hold the same bytes: then threads
+ * may read them meanwhile. The pages are mapped before the exchange, which is one system call. part->node is not looked at. Any thread. On an error
+ * everything is as it was: COLIBRI_EINVAL, COLIBRI_EIO, COLIBRI_EFORMAT, COLIBRI_ENOMEM. */
+COLIBRI_API int colibri_model_remap(colibri_model *model, const colibri_part *part, colibri_error *err);
 /* Checks a container image in memory, header, descriptor and tensor table, without keeping anything (fuzz entry). */
 COLIBRI_API int colibri_model_check(const void *data, size_t size, colibri_error *err);
 COLIBRI_API void colibri_model_close(colibri_model *model);

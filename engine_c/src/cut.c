@@ -1,6 +1,8 @@
 /* cut.c - phases cut into tasks, each with the node its weights lie on. */
 #include "cut.h"
 
+#include <string.h>
+
 #define ROW_BLOCK_BYTES 400000 /* activations one matrix task keeps in cache (measured) */
 #define SMALL_MATRIX_BYTES 262144 /* weights a lane streams in one piece; more is cut in two so that a late lane can be helped */
 #define NO_HOME (-1)
@@ -106,26 +108,80 @@ int colibri_cut_attention(colibri_session *s, colibri_attention_cursor *c) {
 static const colibri_matrix *gate_up_of(const colibri_expert *x) { return &x->gate_up; }
 static const colibri_matrix *down_of(const colibri_expert *x) { return &x->down; }
 
-/* One product of each expert that has rows. A unit is `width` panels, which no cut divides. */
-static int cut_experts(colibri_session *s, int layer, const colibri_matrix *(*matrix)(const colibri_expert *), int width) {
-  const colibri_arena *a = &s->env.arena;
-  int experts = s->model->info.experts, active = 0, t = 0;
-  int64_t want = 2 * colibri_lanes_of(s);
-  for (int e = 0; e < experts; e++) active += a->expert_first[e + 1] > a->expert_first[e];
-  int64_t total = 8 * (int64_t)active + a->expert_first[experts];
-  int fits = want + (int64_t)active * s->model->n_nodes <= COLIBRI_MAX_TASKS; /* the list, with each expert's pieces rounded up to the nodes */
-  for (int e = 0; e < experts; e++) {
-    const colibri_matrix *m = matrix(&s->model->layers[layer].experts[e]);
-    int rows = a->expert_first[e + 1] - a->expert_first[e], units = m->panels / width;
-    if (!rows) continue;
-    int cuts = (int)(((8 + rows) * want + total / 2) / total);
-    cuts = at_most(cuts < 1 ? 1 : cuts, units);
-    if (fits) cuts = whole_nodes(s, m, cuts, units);
-    for (int c = 0; c < cuts; c++, t++) {
-      int b0 = part_of(units, c, cuts), b1 = part_of(units, c + 1, cuts);
-      put_task(s, t, (colibri_task){a->expert_first[e], a->expert_first[e + 1], b0, b1, e}, home_of(s, m, b0 * width, b1 * width));
-    }
+/* A phase of the experts' products. */
+typedef struct expert_phase {
+  int width;             /* a unit is so many panels, which no cut divides */
+  int fits;              /* the list has room for each expert's pieces rounded up to the nodes */
+  int replicated;        /* some expert at work has copies on several nodes */
+  int64_t want, total;   /* pieces; work, of which each expert's is 8 + rows */
+} expert_phase;
+
+static int bits(uint64_t word) { return __builtin_popcountll(word); }
+
+/* The index of a node among the model's, -1 if it is not one. */
+static int node_index(const colibri_session *s, int node) {
+  for (int i = 0; i < s->model->n_nodes; i++)
+    if (s->model->nodes[i] == node) return i;
+  return -1;
+}
+
+/* No work yet on any node, and how many lanes each has. */
+static void clear_nodes(colibri_session *s) {
+  memset(s->node_work, 0, sizeof s->node_work);
+  memset(s->node_lanes, 0, sizeof s->node_lanes);
+  for (int n = 0; n < s->n_active + s->options.front_lane; n++) {
+    int at = node_index(s, atomic_load_explicit(&s->team->lanes[s->active[n]].node, memory_order_relaxed));
+    if (at >= 0) s->node_lanes[at]++;
   }
+}
+
+/* Of the nodes in `copies` the one that is done first if it gets `work` more, by its lanes; one without lanes only if all are. Of equal ones each has its turn. */
+static int least_busy(const colibri_session *s, uint64_t copies, int64_t work) {
+  int nodes = s->model->n_nodes, best = -1;
+  for (int k = 0, i = (int)(s->generation % (uint64_t)nodes); k < nodes; k++, i = i + 1 < nodes ? i + 1 : 0) {
+    if (!(copies >> i & 1)) continue;
+    if (best < 0 || (s->node_work[i] + work) * s->node_lanes[best] < (s->node_work[best] + work) * s->node_lanes[i]) best = i;
+  }
+  return best;
+}
+
+/* The pieces of one expert's product, from task t on. Returns the next task's number. */
+static int put_expert(colibri_session *s, const expert_phase *p, int e, const colibri_matrix *m, int t) {
+  const int32_t *first = s->env.arena.expert_first;
+  uint64_t copies = s->copies[e];
+  int rows = first[e + 1] - first[e], units = m->panels / p->width;
+  int cuts = (int)(((8 + rows) * p->want + p->total / 2) / p->total);
+  if (p->fits && cuts < bits(copies)) cuts = bits(copies);
+  cuts = at_most(cuts < 1 ? 1 : cuts, units);
+  if (p->fits && !copies) cuts = whole_nodes(s, m, cuts, units);
+  for (int c = 0; c < cuts; c++, t++) {
+    int b0 = part_of(units, c, cuts), b1 = part_of(units, c + 1, cuts);
+    int64_t work = (int64_t)(8 + rows) * (b1 - b0) * p->width * panel_bytes(m);
+    int at = copies ? least_busy(s, copies, work) : -1, home = copies ? s->model->nodes[at] : home_of(s, m, b0 * p->width, b1 * p->width);
+    if (p->replicated && !copies) at = node_index(s, home);
+    if (p->replicated && at >= 0) s->node_work[at] += work;
+    put_task(s, t, (colibri_task){first[e], first[e + 1], b0, b1, e}, home);
+  }
+  return t;
+}
+
+/* One product of each expert that has rows. Those with copies on several nodes come last: by then it is known what each node has to do anyway. */
+static int cut_experts(colibri_session *s, int layer, const colibri_matrix *(*matrix)(const colibri_expert *), int width) {
+  const int32_t *first = s->env.arena.expert_first;
+  int experts = s->model->info.experts, active = 0, t = 0;
+  expert_phase p = {.width = width, .want = 2 * colibri_lanes_of(s)};
+  for (int e = 0; e < experts; e++) {
+    if (first[e + 1] == first[e]) continue;
+    active++;
+    s->copies[e] = colibri_model_copies(s->model, layer, e); /* once: it may change at any time */
+    p.replicated |= bits(s->copies[e]) > 1;
+  }
+  p.total = 8 * (int64_t)active + first[experts];
+  p.fits = p.want + (int64_t)active * s->model->n_nodes <= COLIBRI_MAX_TASKS;
+  if (p.replicated) clear_nodes(s);
+  for (int late = 0; late <= p.replicated; late++)
+    for (int e = 0; e < experts; e++)
+      if (first[e + 1] > first[e] && (bits(s->copies[e]) > 1) == late) t = put_expert(s, &p, e, matrix(&s->model->layers[layer].experts[e]), t);
   return t;
 }
 

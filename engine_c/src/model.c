@@ -13,6 +13,7 @@
 #include "kernels.h"
 
 #define HUGE_PAGE ((size_t)2 << 20)
+#define MAX_PLACED_NODES 64 /* bits of a word */
 
 const char *colibri_version(void) { return "0.1.0"; }
 
@@ -131,7 +132,9 @@ static int note_nodes(colibri_model *m, const colibri_part *parts, int n, colibr
   if (m->n_nodes < 2) return COLIBRI_OK;
   m->nodes = calloc((size_t)m->n_nodes, sizeof *m->nodes);
   m->extents = calloc((size_t)n, sizeof *m->extents);
-  if (!m->nodes || !m->extents) return colibri_fail(err, COLIBRI_ENOMEM, "no memory for the nodes of %d parts", n);
+  int many = m->n_nodes > MAX_PLACED_NODES;
+  m->copies = many ? NULL : calloc((size_t)m->info.layers * (size_t)m->info.experts, sizeof *m->copies);
+  if (!m->nodes || !m->extents || (!many && !m->copies)) return colibri_fail(err, COLIBRI_ENOMEM, "no memory for the nodes of %d parts", n);
   for (int32_t node = 0, at = 0; node < COLIBRI_MAX_NODES; node++)
     if (seen[node]) m->nodes[at++] = node;
   for (int i = 0; i < n; i++) {
@@ -157,6 +160,61 @@ int32_t colibri_model_node(const colibri_model *m, const char *at, int32_t *hint
   }
   *hint = low;
   return m->extents[low].node;
+}
+
+/* The bit of a node's number in copies; 0: the model has no such node. */
+static uint64_t node_bit(const colibri_model *m, int32_t node) {
+  for (int32_t i = 0; i < m->n_nodes; i++)
+    if (m->nodes[i] == node) return UINT64_C(1) << i;
+  return 0;
+}
+
+int colibri_model_place(colibri_model *m, int32_t layer, int32_t expert, const int32_t *nodes, int32_t n, colibri_error *err) {
+  uint64_t copies = 0;
+  if (m->n_nodes > MAX_PLACED_NODES)
+    return colibri_fail(err, COLIBRI_EUNSUPPORTED, "experts are placed on up to %d nodes, the model lies on %d", MAX_PLACED_NODES, m->n_nodes);
+  if (!m->copies) return colibri_fail(err, COLIBRI_EINVAL, "the model lies on one node: there is nothing to place");
+  if (layer < 0 || layer >= m->info.layers || expert < 0 || expert >= m->info.experts)
+    return colibri_fail(err, COLIBRI_EINVAL, "layer %d, expert %d: the model has %d layers of %d experts", layer, expert, m->info.layers, m->info.experts);
+  for (int32_t i = 0; i < n; i++) {
+    uint64_t bit = node_bit(m, nodes[i]);
+    if (!bit) return colibri_fail(err, COLIBRI_EINVAL, "node %d holds nothing of the model", nodes[i]);
+    copies |= bit;
+  }
+  atomic_store_explicit(&m->copies[(int64_t)layer * m->info.experts + expert], copies, memory_order_relaxed);
+  return COLIBRI_OK;
+}
+
+/* ---------------------------------------------------------------- remapping */
+
+/* A part that can take the place of what is mapped. *bytes: in whole pages. */
+static int check_remap(const colibri_model *m, const colibri_part *p, size_t *bytes, colibri_error *err) {
+  size_t page = page_bytes();
+  int whole = p->bytes % page == 0 || p->offset + p->bytes == m->map_bytes;
+  if (p->offset % page || !p->bytes || !whole || p->bytes > m->map_bytes || p->offset > m->map_bytes - p->bytes)
+    return colibri_fail(err, COLIBRI_EINVAL, "bytes %llu to %llu are not whole pages of the model's %zu bytes", (unsigned long long)p->offset,
+                        (unsigned long long)(p->offset + p->bytes), m->map_bytes);
+  *bytes = ((size_t)p->bytes + page - 1) / page * page;
+  return check_file(p, 0, err);
+}
+
+int colibri_model_remap(colibri_model *m, const colibri_part *p, colibri_error *err) {
+  size_t bytes = 0;
+  int rc = check_remap(m, p, &bytes, err);
+  if (rc) return rc;
+  char *target = (char *)m->map + p->offset;
+  size_t shift = (uintptr_t)target % HUGE_PAGE, room = shift + bytes; /* as far into a huge page as the target is, so that such can be mapped and moved whole */
+  char *base = reserve(room < HUGE_PAGE ? HUGE_PAGE : room);
+  if (!base) return colibri_fail(err, COLIBRI_ENOMEM, "address space for %zu bytes: %s", bytes, strerror(errno));
+  char *fresh = base + shift;
+  int ok = mmap(fresh, bytes, PROT_READ, MAP_SHARED | MAP_FIXED | MAP_POPULATE, p->fd, (off_t)p->offset) != MAP_FAILED;
+  if (ok) {
+    advise(fresh, bytes);
+    ok = mremap(fresh, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED, target) != MAP_FAILED;
+  }
+  int why = errno;
+  munmap(base, room < HUGE_PAGE ? HUGE_PAGE : room); /* what has moved away is a hole in it */
+  return ok ? COLIBRI_OK : colibri_fail(err, COLIBRI_ENOMEM, "mapping %zu bytes anew: %s", bytes, strerror(why));
 }
 
 /* ---------------------------------------------------------------- open and close */
@@ -238,6 +296,7 @@ void colibri_model_close(colibri_model *model) {
   munmap(model->map, model->map_bytes);
   free(model->nodes);
   free(model->extents);
+  free(model->copies);
   free(model);
 }
 

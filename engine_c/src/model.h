@@ -2,6 +2,7 @@
 #ifndef COLIBRI_MODEL_H
 #define COLIBRI_MODEL_H
 
+#include <stdatomic.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -61,6 +62,7 @@ struct colibri_model {
   int32_t n_extents;
   int32_t *nodes;            /* [n_nodes] ascending */
   int32_t n_nodes;           /* of the parts; below 2 nothing has a home */
+  _Atomic uint64_t *copies;  /* [layers * experts] bit i: a copy lies on nodes[i]; 0: as the extents say. NULL with fewer than 2 nodes or more than 64 */
 };
 
 /* The container parser proper: fills *m (no mapping is made or owned, pointers go into `data`). On failure nothing is left allocated. */
@@ -71,6 +73,11 @@ void colibri_container_release(colibri_model *m);
 /* The node that holds the byte `at` points to, or -1. The model has two nodes or more. `hint` is the extent to look at first, then the one found: what
  * is asked for in a row lies mostly in one extent or the next. */
 int32_t colibri_model_node(const colibri_model *m, const char *at, int32_t *hint);
+
+/* The nodes that hold copies of an expert, bit i for nodes[i]; 0: the extents say where it lies. */
+static inline uint64_t colibri_model_copies(const colibri_model *m, int layer, int expert) {
+  return m->copies ? atomic_load_explicit(&m->copies[(int64_t)layer * m->info.experts + expert], memory_order_relaxed) : 0;
+}
 
 /* Writes a sentence and returns code; err may be NULL. */
 int colibri_fail(colibri_error *err, int code, const char *format, ...) __attribute__((format(printf, 3, 4)));

@@ -89,6 +89,7 @@ static int alloc_routing(colibri_session *s, colibri_error *err) {
   s->route_weights = zeroed(n, sizeof *s->route_weights);
   s->route_bad = calloc((size_t)s->options.max_rows, 1);
   s->expert_at = calloc((size_t)i->experts, sizeof *s->expert_at);
+  s->copies = calloc((size_t)i->experts, sizeof *s->copies);
   s->route_margins = s->options.trace_routes ? calloc(layers * rows, sizeof *s->route_margins) : NULL;
   s->scores = zeroed(rows * (size_t)i->experts, sizeof *s->scores);
   s->changed = calloc(rows, 1);
@@ -97,7 +98,7 @@ static int alloc_routing(colibri_session *s, colibri_error *err) {
   int lacks = colibri_damper_open(&s->damper, i->experts, i->top_k, i->router_layers, s->options.max_rows, s->options.max_seqs, s->options.max_slots);
   lacks |= colibri_counts_open(&s->counts, i->layers, i->experts, s->options.max_slots);
   lacks |= s->options.trace_routes && !s->route_margins;
-  if (lacks || !s->route_ids || !s->route_weights || !s->route_bad || !s->scores || !s->changed || !s->slot_step || !s->expert_at || !s->processes)
+  if (lacks || !s->route_ids || !s->route_weights || !s->route_bad || !s->scores || !s->changed || !s->slot_step || !s->expert_at || !s->copies || !s->processes)
     return colibri_fail(err, COLIBRI_ENOMEM, "no memory for the session's routing tables");
   for (int l = 0; l < s->options.max_lanes; l++) s->processes[l].pidfd = -1;
   return COLIBRI_OK;
@@ -153,6 +154,7 @@ void colibri_session_close(colibri_session *s) {
   free(s->changed);
   free(s->scores);
   free(s->expert_at);
+  free(s->copies);
   free(s->route_margins);
   free(s->route_bad);
   free(s->route_weights);

@@ -28,6 +28,8 @@ struct colibri_session {
   int32_t n_rows, n_logits, n_seqs;
   uint64_t generation;
   int homed;                 /* the task list being written has a task with a home */
+  uint64_t *copies;          /* [experts] of the experts at work in the phase being cut: colibri_model_copies */
+  int64_t node_work[64], node_lanes[64]; /* by index of the model's nodes: work and lanes in a phase with replicated experts (cut.c) */
   int32_t extent;            /* where colibri_model_node found the last byte it was asked for */
   uint64_t op_began;         /* when the operation before ended */
   colibri_step_stats stats;
