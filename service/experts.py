@@ -52,7 +52,7 @@ class ExpertsServicer(experts_pb2_grpc.ExpertsServicer):
                     if update.start == 0:  # one that was preempted begins anew
                         chunks.clear()
                     if update.routes is not None:
-                        chunks.append(update.routes)
+                        chunks.append(pick_layers(update.routes, layers, model))
         hosted.metrics.count_tokens(prompt=len(request.prompt), generated=0)
         tell = partial(route_response, request, chunks, layers=layers, model=model, now=time.monotonic())
         return await aside(len(request.prompt) * len(layers), tell)
@@ -95,16 +95,21 @@ def check_length(prompt: Prompt, model: ServedModel, *, layers: int) -> None:
         raise InvalidField(prompt.field, f"{sentence}: give about {most} tokens or name fewer layers")
 
 
+def pick_layers(routes: Routes, layers: Sequence[int], model: ServedModel) -> Routes:
+    """Those of a chunk that are told of, so that no more of a long text is kept than its answer has."""
+    places = [model.artifact.routed_layers.index(layer) for layer in layers]
+    return Routes(routes.experts[places], routes.weights[places], routes.margins[places])
+
+
 def route_response(
     request: Request, chunks: Sequence[Routes], *, layers: Sequence[int], model: ServedModel, now: float
 ) -> pb.RouteResponse:
-    """The answer of chunks that follow each other. `layers` are numbers of layers that have a router."""
+    """The answer of chunks of these layers that follow each other."""
     import numpy as np
 
-    rows = [model.artifact.routed_layers.index(layer) for layer in layers]
-    experts = np.concatenate([chunk.experts[rows] for chunk in chunks], axis=1)
-    weights = np.concatenate([chunk.weights[rows] for chunk in chunks], axis=1)
-    margins = np.concatenate([chunk.margins[rows] for chunk in chunks], axis=1)
+    experts = np.concatenate([chunk.experts for chunk in chunks], axis=1)
+    weights = np.concatenate([chunk.weights for chunk in chunks], axis=1)
+    margins = np.concatenate([chunk.margins for chunk in chunks], axis=1)
     return pb.RouteResponse(
         model=model.name,
         token_ids=request.prompt,

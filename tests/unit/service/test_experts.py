@@ -11,7 +11,7 @@ import pytest
 from engine_c import GREEDY, Routes
 from engine_c.structs import ModelInfo
 from service.artifact import Artifact, Generation
-from service.experts import ANSWER_BYTES, check_length, read_layers, route_response
+from service.experts import ANSWER_BYTES, check_length, pick_layers, read_layers, route_response
 from service.faults import InvalidField
 from service.params import Bounds
 from service.request import Request
@@ -28,8 +28,7 @@ def model(*routed: int) -> ServedModel:
 
 def answer(served: ServedModel, tokens: int, layers: tuple[int, ...]) -> bytes:
     """A whole answer of the longest kind."""
-    routed = len(served.artifact.routed_layers)
-    shape = routed, tokens, K
+    shape = len(layers), tokens, K
     chunk = Routes(np.zeros(shape, np.int32), np.zeros(shape, np.float32), np.zeros(shape[:2], np.float32))
     request = Request("r", (999,) * tokens, GREEDY, trace=True)
     request.rerouted = request.routed = 1 << 60
@@ -92,7 +91,8 @@ def test_chunks_are_joined_and_layers_picked_by_number() -> None:
     served = model(2, 4, 9)
     ids = np.arange(3 * 5 * K, dtype=np.int32).reshape(3, 5, K)
     parts = [Routes(ids[:, at], ids[:, at] / np.float32(2), ids[:, at, 0] / np.float32(4)) for at in (slice(0, 2), slice(2, 5))]
-    told = route_response(Request("r", (1, 2, 3, 4, 5), GREEDY, trace=True), parts, layers=(9, 2), model=served, now=0.0)
+    picked = [pick_layers(part, (9, 2), served) for part in parts]
+    told = route_response(Request("r", (1, 2, 3, 4, 5), GREEDY, trace=True), picked, layers=(9, 2), model=served, now=0.0)
     assert list(told.layers) == [9, 2]
     assert list(told.experts.shape) == [2, 5, K]
     assert list(told.margins.shape) == [2, 5]
