@@ -87,6 +87,8 @@ class FFI:
     @overload
     def new(self, cdecl: Literal["colibri_telemetry *"], init: dict[str, int]) -> Pointer: ...
     @overload
+    def new(self, cdecl: Literal["colibri_damping *"], init: tuple[float | int, ...]) -> Pointer: ...
+    @overload
     def new(self, cdecl: Literal["colibri_session_options *", "colibri_route_probe *"], init: tuple[int, ...]) -> Pointer: ...
     @overload
     def new(self, cdecl: Literal["colibri_router_desc *"], init: tuple[int | float, ...]) -> Pointer: ...
@@ -194,6 +196,20 @@ class Lib:
     def colibri_session_logits(self, session: Pointer) -> Pointer: ...
     def colibri_session_routes(
         self, session: Pointer, experts: Pointer, weights: Pointer, margins: Pointer, count: int, err: Error
+    ) -> int: ...
+    def colibri_damp_scores(
+        self,
+        damping: Pointer,
+        scores: Pointer,
+        experts: int,
+        k: int,
+        logits: int,
+        steps: Array[int],
+        n_steps: int,
+        pinned: Pointer,
+        ids: Pointer,
+        changed: Pointer,
+        err: Error,
     ) -> int: ...
     def colibri_session_telemetry(self, session: Pointer, into: Pointer, err: Error) -> int: ...
     def colibri_session_expert_counts(self, session: Pointer, counts: Pointer, count: int, err: Error) -> int: ...

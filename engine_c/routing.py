@@ -34,10 +34,10 @@ class Damping:
     _: KW_ONLY
     scope: Scope = "batch"
     threshold: int = 3
-    growth: float = 2.0
-    decay: float = 0.5
-    capacity_factor: float = 1.25
-    margin: float = 1.0
+    growth: float = 1.2
+    decay: float = 0.9
+    capacity_factor: float = 1.5
+    margin: float = 2.0
     max_rerouted: float = 1.0
 
     def __post_init__(self) -> None:

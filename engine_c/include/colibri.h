@@ -286,13 +286,21 @@ enum colibri_damping_scope { COLIBRI_SCOPE_SEQUENCE = 0, COLIBRI_SCOPE_BATCH = 1
 
 typedef struct colibri_damping {
   int32_t kind, scope;     /* enums above; REUSE only with scope BATCH */
-  int32_t threshold;       /* HEAT: uses in a row that cost nothing, 0..1000000 */
-  float growth;            /* HEAT: factor of the penalty with each use in a row beyond that, 1..1000 */
-  float decay;             /* HEAT: factor of the penalty with each token that does without the expert, 0..1 */
-  float capacity_factor;   /* CAPACITY: most tokens an expert gets, in units of the mean of all experts, 1..1000000 */
+  int32_t threshold;       /* HEAT, SEQUENCE: uses that cost nothing, 0..1000000 */
+  float growth;            /* HEAT: factor by which an expert's price grows, 1..1000; SEQUENCE: with 1 / (1 - decay) uses beyond that; BATCH: with each even
+                            * share of the step's tokens in its queue */
+  float decay;             /* SEQUENCE: factor of what uses count with each token that does without the expert (CAPACITY: with each token), 0..1 */
+  float capacity_factor;   /* CAPACITY: most uses an expert gets, in even shares, 1..1000000; BATCH: of the step's tokens, SEQUENCE: of its recent ones */
   float margin;            /* 0..1000000 */
   float max_rerouted;      /* 0..1: share of (token, layer) pairs that may be changed; SEQUENCE: along the sequence, BATCH: in a step */
 } colibri_damping;
+
+/* Damping by itself, from a fresh state: scores [n, experts], n the sum of steps[n_steps], are tokens of one sequence (SEQUENCE: how they are cut into steps
+ * changes nothing) or of sequences of their own (BATCH: step by step). `logits`: 1 if the scores are logits, 0 if they are what weights are made of. pinned [n],
+ * NULL for none: 1 for tokens of sequences without damping, BATCH only. ids [n, k] by descending score, ties to the lower index; changed [n]: 1 where they are
+ * not the k best. A token with a NaN or infinite score keeps 0..k-1. For tests and simulations: it allocates. COLIBRI_EINVAL, COLIBRI_ENOMEM. Any thread. */
+COLIBRI_API int colibri_damp_scores(const colibri_damping *damping, const float *scores, int experts, int k, int logits, const int32_t *steps, int n_steps,
+                                    const uint8_t *pinned, int32_t *ids, uint8_t *changed, colibri_error *err);
 
 typedef struct colibri_batch {
   int32_t n_seqs, n_dampings;

@@ -9,26 +9,52 @@
 
 /* ---------------------------------------------------------------- opening */
 
+/* The arrays: where each pointer is, and its elements. */
+typedef struct array { void *at; size_t count, size; } array;
+#define ARRAYS 16
+
+static void list_arrays(colibri_damper *d, size_t max_rows, size_t max_seqs, array *arrays) {
+  size_t states = (size_t)d->max_slots * (size_t)d->layers, e = (size_t)d->experts, pairs = max_rows * (size_t)d->k;
+#define ARRAY(name, n) {&d->name, n, sizeof *d->name}
+  array all[ARRAYS] = {ARRAY(heat, states * e), ARRAY(pairs, states), ARRAY(changed_pairs, states), ARRAY(step_pairs, max_seqs), ARRAY(step_changed, max_seqs),
+                       ARRAY(rows, max_rows), ARRAY(own, pairs), ARRAY(values, max_rows * e), ARRAY(queue, e), ARRAY(cost, max_rows + 2), ARRAY(price, e),
+                       ARRAY(best, e * e), ARRAY(best_to, e), ARRAY(stale, e), ARRAY(head, e), ARRAY(next, 3 * pairs)};
+#undef ARRAY
+  memcpy(arrays, all, sizeof all);
+}
+
+/* Pointers are stored through memcpy: they are of many types. */
+static int open_arrays(const array *arrays) {
+  int ok = 1;
+  for (int i = 0; i < ARRAYS; i++) {
+    void *p = calloc(arrays[i].count + 1, arrays[i].size);
+    memcpy(arrays[i].at, &p, sizeof p);
+    ok &= p != NULL;
+  }
+  return ok;
+}
+
 int colibri_damper_open(colibri_damper *d, int experts, int k, int layers, int max_rows, int max_seqs, int max_slots) {
-  size_t states = (size_t)(max_slots + 1) * (size_t)(layers ? layers : 1), e = (size_t)experts;
-  *d = (colibri_damper){.experts = experts, .k = k, .layers = layers, .max_slots = max_slots};
-  d->penalty = calloc(states * e, sizeof *d->penalty);
-  d->uses = calloc(states * e, sizeof *d->uses);
-  d->pairs = calloc(states, sizeof *d->pairs);
-  d->changed_pairs = calloc(states, sizeof *d->changed_pairs);
-  d->step_pairs = calloc((size_t)max_seqs, sizeof *d->step_pairs);
-  d->step_changed = calloc((size_t)max_seqs, sizeof *d->step_changed);
-  d->rows = calloc((size_t)max_rows, sizeof *d->rows);
-  d->own = calloc((size_t)max_rows * (size_t)k, sizeof *d->own);
-  d->queue = calloc(e, sizeof *d->queue);
-  if (d->penalty && d->uses && d->pairs && d->changed_pairs && d->step_pairs && d->step_changed && d->rows && d->own && d->queue) return COLIBRI_OK;
-  colibri_damper_close(d);
-  return COLIBRI_ENOMEM;
+  array arrays[ARRAYS];
+  *d = (colibri_damper){.kernels = colibri_kernels_get(), .experts = experts, .k = k, .layers = layers, .max_slots = max_slots};
+  list_arrays(d, (size_t)max_rows, (size_t)max_seqs, arrays);
+  if (!open_arrays(arrays)) {
+    colibri_damper_close(d);
+    return COLIBRI_ENOMEM;
+  }
+  d->before = d->next + (size_t)max_rows * (size_t)k;
+  d->target = d->before + (size_t)max_rows * (size_t)k;
+  return COLIBRI_OK;
 }
 
 void colibri_damper_close(colibri_damper *d) {
-  void *all[] = {d->penalty, d->uses, d->pairs, d->changed_pairs, d->step_pairs, d->step_changed, d->rows, d->own, d->queue};
-  for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
+  array arrays[ARRAYS];
+  list_arrays(d, 0, 0, arrays);
+  for (int i = 0; i < ARRAYS; i++) {
+    void *p;
+    memcpy(&p, arrays[i].at, sizeof p);
+    free(p);
+  }
   memset(d, 0, sizeof *d);
 }
 
@@ -53,31 +79,19 @@ int colibri_damping_check(const colibri_damping *p, int index, colibri_error *er
 }
 
 void colibri_damper_begin(colibri_damper *d, const colibri_batch *b) {
-  size_t states = (size_t)d->layers, values = states * (size_t)d->experts;
+  size_t layers = (size_t)d->layers, values = layers * (size_t)d->experts;
   for (int n = 0; n < b->n_dampings; n++) d->step_pairs[n] = d->step_changed[n] = 0;
   if (b->rerouted) memset(b->rerouted, 0, sizeof *b->rerouted * (size_t)b->n_seqs);
-  for (int n = 0; n < b->n_seqs; n++) {
+  for (int n = 0; n < b->n_seqs && b->n_dampings; n++) {
     size_t slot = (size_t)b->seqs[n].slot;
     if (b->seqs[n].slot < 0 || b->seqs[n].start) continue;
-    memset(d->penalty + slot * values, 0, sizeof *d->penalty * values);
-    memset(d->uses + slot * values, 0, sizeof *d->uses * values);
-    memset(d->pairs + slot * states, 0, sizeof *d->pairs * states);
-    memset(d->changed_pairs + slot * states, 0, sizeof *d->changed_pairs * states);
+    memset(d->heat + slot * values, 0, sizeof *d->heat * values);
+    memset(d->pairs + slot * layers, 0, sizeof *d->pairs * layers);
+    memset(d->changed_pairs + slot * layers, 0, sizeof *d->changed_pairs * layers);
   }
 }
 
-/* ---------------------------------------------------------------- one row */
-
-static int has(const int32_t *ids, int k, int e) {
-  for (int i = 0; i < k; i++)
-    if (ids[i] == e) return 1;
-  return 0;
-}
-
-/* Whether place i of a row, whose own choice was own[], may go to e. */
-static int may_take(const colibri_damper *d, const float *scores, const int32_t *own, const int32_t *ids, int i, int e, float margin) {
-  return e == own[i] ? ids[i] != e : !has(own, d->k, e) && !has(ids, d->k, e) && scores[own[i]] - scores[e] <= margin;
-}
+/* ---------------------------------------------------------------- rows */
 
 /* By descending score, ties to the lower index. */
 static void sort_row(const float *scores, int32_t *ids, int k) {
@@ -89,25 +103,58 @@ static void sort_row(const float *scores, int32_t *ids, int k) {
   }
 }
 
-static void count_row(const colibri_damper *d, const int32_t *ids, int by) {
-  for (int i = 0; i < d->k; i++) d->queue[ids[i]] += by;
+/* What weights are proportional to, at least 0. */
+static void find_weights(const colibri_damper *d, const float *scores, int top, int logits, float *w) {
+  float base = logits ? scores[top] : INFINITY;
+  for (int e = 0; e < d->experts && !logits; e++)
+    if (scores[e] > -INFINITY && scores[e] < base) base = scores[e];
+  for (int e = 0; e < d->experts; e++) w[e] = scores[e] - base;
+  if (logits) d->kernels->exp(w, d->experts);
+  for (int e = 0; e < d->experts; e++) w[e] = fmaxf(w[e], 0);
 }
 
-/* ---------------------------------------------------------------- heat: penalties in the order of the tokens */
+void colibri_damp_members(colibri_damper *d, const colibri_damp_rows *r, int n) {
+  for (int m = 0; m < n; m++) {
+    const float *scores = r->scores + (size_t)d->rows[m] * (size_t)d->experts;
+    int32_t *own = d->own + m * d->k;
+    float *w = d->values + (size_t)m * (size_t)d->experts, sum = 0;
+    memcpy(own, r->ids + d->rows[m] * d->k, sizeof *own * (size_t)d->k);
+    find_weights(d, scores, own[0], r->logits, w);
+    for (int i = 0; i < d->k; i++) sum += w[own[i]];
+    float inverse = sum > 0 ? 1.0f / sum : 0;
+    for (int e = 0; e < d->experts; e++) w[e] *= inverse, w[e] *= w[e];
+  }
+}
 
-/* Exchanges places while that raises the row's scores less penalties. */
-static int swap_penalised(const colibri_damper *d, const float *scores, const float *penalty, const int32_t *own, int32_t *ids, float margin) {
+/* ---------------------------------------------------------------- scope sequence */
+
+/* HEAT: what an expert costs that has been used so much. */
+static void find_prices(const colibri_damper *d, const colibri_damping *p, const float *heat) {
+  float rate = (float)(log((double)p->growth) * (1 - (double)p->decay));
+  for (int e = 0; e < d->experts; e++) d->price[e] = rate * fmaxf(heat[e] - (float)p->threshold, 0);
+  d->kernels->exp(d->price, d->experts);
+  for (int e = 0; e < d->experts; e++) d->price[e] = fminf(d->price[e] - 1, COLIBRI_DAMP_ANY_LOSS);
+}
+
+/* CAPACITY: any price for an expert that one more use would bring above the bound. */
+static void find_bounds(const colibri_damper *d, const colibri_damping *p, const float *heat) {
+  float sum = (float)d->k;
+  for (int e = 0; e < d->experts; e++) sum += heat[e];
+  float bound = p->capacity_factor * (sum / (float)d->experts);
+  for (int e = 0; e < d->experts; e++) d->price[e] = heat[e] + 1 > bound ? COLIBRI_DAMP_ANY_LOSS : 0;
+}
+
+/* Exchanges places while that saves more than it loses, the exchange first that is best; equals: lowest place, then lowest expert. */
+static int exchange(const colibri_damper *d, const float *scores, int32_t *ids, float margin) {
   int changed = 0;
-  for (int swaps = 0; swaps < d->k; swaps++) {
-    float gain = 0;
+  for (int n = 0; n < d->k; n++) {
+    float most = 0;
     int place = -1, to = -1;
-    for (int i = 0; i < d->k; i++) {
-      float here = scores[ids[i]] - penalty[ids[i]];
-      for (int e = 0; e < d->experts; e++) {
-        if (penalty[e] >= penalty[ids[i]] || !(scores[e] - penalty[e] - here > gain)) continue;
-        if (ids[i] == own[i] && may_take(d, scores, own, ids, i, e, margin)) gain = scores[e] - penalty[e] - here, place = i, to = e;
+    for (int i = 0; i < d->k; i++)
+      for (int e = 0; e < d->experts && ids[i] == d->own[i]; e++) {
+        float gain = d->price[ids[i]] - d->price[e] - (d->values[ids[i]] - d->values[e]);
+        if (gain > most && colibri_damp_may(d, scores, d->own, ids, i, e, margin)) most = gain, place = i, to = e;
       }
-    }
     if (place < 0) break;
     ids[place] = to;
     changed = 1;
@@ -115,70 +162,37 @@ static int swap_penalised(const colibri_damper *d, const float *scores, const fl
   return changed;
 }
 
-static void heat_update(const colibri_damper *d, const colibri_damping *p, const int32_t *ids, float *penalty, int32_t *uses) {
+static void count_use(const colibri_damper *d, const colibri_damping *p, const int32_t *ids, float *heat) {
+  int in_a_row = p->kind == COLIBRI_DAMPING_HEAT;
   for (int e = 0; e < d->experts; e++) {
-    if (has(ids, d->k, e)) {
-      if (++uses[e] > p->threshold) penalty[e] = fminf(penalty[e] > 0 ? penalty[e] * p->growth : 0.25f * p->margin, p->margin);
-    } else {
-      uses[e] = 0;
-      penalty[e] *= p->decay;
-    }
+    int used = colibri_damp_has(ids, d->k, e);
+    heat[e] = (used && in_a_row ? heat[e] : heat[e] * p->decay) + (float)used;
   }
-}
-
-/* ---------------------------------------------------------------- rows in order: scope sequence, and heat */
-
-/* Whether one more of `pairs` (this one included) may be changed. */
-static int within_budget(const colibri_damping *p, uint64_t pairs, uint64_t changed) {
-  return (double)(changed + 1) <= (double)p->max_rerouted * (double)pairs;
-}
-
-/* Capacity in scope sequence: experts whose share of the recent tokens would pass the bound. penalty[] holds the weighted uses. */
-static int swap_full(const colibri_damper *d, const colibri_damping *p, const float *scores, const float *use, const int32_t *own, int32_t *ids) {
-  float sum = 0;
-  int changed = 0;
-  for (int e = 0; e < d->experts; e++) sum += use[e];
-  float bound = p->capacity_factor * (sum + (float)d->k) / (float)d->experts;
-  for (int i = d->k - 1; i >= 0; i--) {
-    if (use[ids[i]] + 1 <= bound) continue;
-    int to = -1;
-    for (int e = 0; e < d->experts; e++)
-      if (use[e] + 1 <= bound && (to < 0 || scores[e] > scores[to]) && may_take(d, scores, own, ids, i, e, p->margin)) to = e;
-    if (to < 0) continue;
-    ids[i] = to;
-    changed = 1;
-  }
-  return changed;
-}
-
-/* One row by the state `at` (slot and layer, or scope BATCH's). Returns whether it was changed. */
-static int damp_row(colibri_damper *d, const colibri_damping *p, const colibri_damp_rows *r, int row, size_t at, int allowed) {
-  const float *scores = r->scores + (size_t)row * (size_t)d->experts;
-  int32_t *ids = r->ids + row * d->k, *own = d->own;
-  float *penalty = d->penalty + at * (size_t)d->experts;
-  memcpy(own, ids, sizeof *own * (size_t)d->k);
-  int changed = 0;
-  if (p->kind == COLIBRI_DAMPING_HEAT) {
-    if (allowed) changed = swap_penalised(d, scores, penalty, own, ids, p->margin);
-    heat_update(d, p, ids, penalty, d->uses + at * (size_t)d->experts);
-  } else {
-    if (allowed) changed = swap_full(d, p, scores, penalty, own, ids);
-    for (int e = 0; e < d->experts; e++) penalty[e] = penalty[e] * p->decay + (float)has(ids, d->k, e);
-  }
-  if (changed) sort_row(scores, ids, d->k);
-  return r->changed[row] = (uint8_t)changed;
 }
 
 static void damp_sequence(colibri_damper *d, const colibri_damping *p, const colibri_damp_rows *r, int slot, int first, int n) {
   size_t at = (size_t)slot * (size_t)d->layers + (size_t)r->layer;
+  float *heat = d->heat + at * (size_t)d->experts;
   for (int row = first; row < first + n; row++) {
+    const float *scores = r->scores + (size_t)row * (size_t)d->experts;
+    int32_t *ids = r->ids + row * d->k;
     if (r->bad[row]) continue;
     d->pairs[at]++;
-    d->changed_pairs[at] += (uint32_t)damp_row(d, p, r, row, at, within_budget(p, d->pairs[at], d->changed_pairs[at]));
+    if (colibri_damp_within(p, d->pairs[at], d->changed_pairs[at])) {
+      d->rows[0] = row;
+      colibri_damp_members(d, r, 1);
+      p->kind == COLIBRI_DAMPING_HEAT ? find_prices(d, p, heat) : find_bounds(d, p, heat);
+      if (exchange(d, scores, ids, p->margin)) {
+        sort_row(scores, ids, d->k);
+        r->changed[row] = 1;
+        d->changed_pairs[at]++;
+      }
+    }
+    count_use(d, p, ids, heat);
   }
 }
 
-/* ---------------------------------------------------------------- scope batch */
+/* ---------------------------------------------------------------- a layer */
 
 /* The rows of every sequence with damping `index`, in order, into d->rows. */
 static int gather_rows(colibri_damper *d, const colibri_batch *b, const colibri_damp_rows *r, int index) {
@@ -189,94 +203,15 @@ static int gather_rows(colibri_damper *d, const colibri_batch *b, const colibri_
   return n;
 }
 
-typedef struct move { int row, place, to; float loss; } move;
-
-/* The move away from an expert for which `from` holds, to one for which `to` holds, that loses least. */
-static move best_move(const colibri_damper *d, const colibri_damping *p, const colibri_damp_rows *r, int n, const uint8_t *from, const uint8_t *to, int fresh) {
-  move best = {-1, 0, 0, INFINITY};
-  for (int m = 0; m < n; m++) {
-    int row = d->rows[m];
-    const float *scores = r->scores + (size_t)row * (size_t)d->experts;
-    const int32_t *own = d->own + (size_t)row * (size_t)d->k, *ids = r->ids + row * d->k;
-    if (!fresh && !r->changed[row]) continue;
-    for (int i = 0; i < d->k; i++) {
-      if (!from[ids[i]]) continue;
-      for (int e = 0; e < d->experts; e++)
-        if (to[e] && scores[ids[i]] - scores[e] < best.loss && may_take(d, scores, own, ids, i, e, p->margin))
-          best = (move){row, i, e, scores[ids[i]] - scores[e]};
-    }
-  }
-  return best;
-}
-
-static int is_own(const colibri_damper *d, const colibri_damp_rows *r, int row) {
-  return !memcmp(d->own + (size_t)row * (size_t)d->k, r->ids + row * d->k, sizeof *d->own * (size_t)d->k);
-}
-
-static void make_move(colibri_damper *d, const colibri_damp_rows *r, move m, uint64_t *changed) {
-  int32_t *id = &r->ids[m.row * d->k + m.place];
-  d->queue[*id]--, d->queue[m.to]++;
-  *id = m.to;
-  int now = !is_own(d, r, m.row);
-  *changed += (uint64_t)now - r->changed[m.row];
-  r->changed[m.row] = (uint8_t)now;
-}
-
-/* Moves tokens from experts over the bound to experts below it, those first that lose least. */
-static void damp_capacity(colibri_damper *d, const colibri_damping *p, const colibri_damp_rows *r, int n, uint64_t pairs, uint64_t *changed) {
-  uint8_t over[1024], room[1024];
-  double mean = (double)r->n_rows * d->k / d->experts, bound = fmax(ceil(mean), floor((double)p->capacity_factor * mean));
-  for (;;) {
-    for (int e = 0; e < d->experts; e++) over[e] = d->queue[e] > bound, room[e] = d->queue[e] < bound;
-    move m = best_move(d, p, r, n, over, room, within_budget(p, pairs, *changed));
-    if (m.row < 0) return;
-    make_move(d, r, m, changed);
-  }
-}
-
-/* Empties experts that have few tokens, if all of them can go to others that have some. */
-static void damp_reuse(colibri_damper *d, const colibri_damping *p, const colibri_damp_rows *r, int n, uint64_t pairs, uint64_t *changed) {
-  uint8_t from[1024], to[1024], tried[1024] = {0};
-  for (;;) {
-    int least = -1;
-    for (int e = 0; e < d->experts; e++)
-      if (!tried[e] && d->queue[e] && (least < 0 || d->queue[e] < d->queue[least])) least = e;
-    if (least < 0) return;
-    tried[least] = 1;
-    for (int e = 0; e < d->experts; e++) from[e] = e == least, to[e] = e != least && d->queue[e];
-    move made[64];
-    int count = 0, want = d->queue[least];
-    while (count < want && want <= 64) {
-      move m = best_move(d, p, r, n, from, to, within_budget(p, pairs, *changed));
-      if (m.row < 0) break;
-      make_move(d, r, m, changed);
-      made[count++] = m;
-    }
-    if (count == want) continue;
-    while (count--) made[count].to = least, make_move(d, r, made[count], changed);
-  }
-}
-
-static void damp_batch(colibri_damper *d, const colibri_damping *p, const colibri_damp_rows *r, int index, int n) {
-  uint64_t *pairs = &d->step_pairs[index], *changed = &d->step_changed[index];
-  *pairs += (uint64_t)n;
-  if (p->kind == COLIBRI_DAMPING_HEAT) {
-    size_t at = (size_t)d->max_slots * (size_t)d->layers + (size_t)r->layer;
-    for (int m = 0; m < n; m++) *changed += (uint64_t)damp_row(d, p, r, d->rows[m], at, within_budget(p, *pairs, *changed));
-    return;
-  }
+static void damp_step(colibri_damper *d, const colibri_damping *p, const colibri_damp_rows *r, int index, int n) {
+  d->step_pairs[index] += (uint64_t)n;
   memset(d->queue, 0, sizeof *d->queue * (size_t)d->experts);
-  for (int row = 0; row < r->n_rows; row++) count_row(d, r->ids + row * d->k, 1);
-  memcpy(d->own, r->ids, sizeof *d->own * (size_t)r->n_rows * (size_t)d->k);
-  if (p->kind == COLIBRI_DAMPING_CAPACITY)
-    damp_capacity(d, p, r, n, *pairs, changed);
-  else
-    damp_reuse(d, p, r, n, *pairs, changed);
+  for (int64_t i = 0; i < (int64_t)r->n_rows * d->k; i++) d->queue[r->ids[i]]++;
+  colibri_damp_members(d, r, n);
+  colibri_damp_batch(d, p, r, n, d->step_pairs[index], &d->step_changed[index]);
   for (int m = 0; m < n; m++)
     if (r->changed[d->rows[m]]) sort_row(r->scores + (size_t)d->rows[m] * (size_t)d->experts, r->ids + d->rows[m] * d->k, d->k);
 }
-
-/* ---------------------------------------------------------------- a layer */
 
 int colibri_damp(colibri_damper *d, const colibri_batch *b, const colibri_damp_rows *r) {
   memset(r->changed, 0, (size_t)r->n_rows);
@@ -284,7 +219,7 @@ int colibri_damp(colibri_damper *d, const colibri_batch *b, const colibri_damp_r
     const colibri_damping *p = &b->dampings[index];
     if (p->kind == COLIBRI_DAMPING_OFF) continue;
     if (p->scope == COLIBRI_SCOPE_BATCH) {
-      damp_batch(d, p, r, index, gather_rows(d, b, r, index));
+      damp_step(d, p, r, index, gather_rows(d, b, r, index));
       continue;
     }
     for (int q = 0, row = 0; q < b->n_seqs; row += b->seqs[q++].n_rows)

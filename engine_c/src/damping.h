@@ -1,36 +1,61 @@
 /* damping.h - fewer tokens for experts that get too many (internal).
  *
- * The router has chosen each row's top k; damping exchanges some of these experts for others. A choice keeps to three rules whatever the policy:
+ * The router has chosen each row's top k; damping exchanges some of these experts for others. Whatever the policy:
  *   - a place (one of a row's k) goes from its own expert a only to an expert b that the row had not chosen, with score[a] - score[b] <= margin;
  *   - at most max_rerouted of the pairs (row, layer) seen so far are changed: SEQUENCE, of the layer's along the sequence; BATCH, of the step's;
  *   - a row without damping, or with a NaN, is left alone. In scope BATCH its experts count as taken all the same.
+ *
+ * What a row loses when a place goes from a to b is w[a]^2 - w[b]^2, with w[e] the weight that e has, or would have beside the row's own choice: exp(score)
+ * over the sum of that of the chosen (of scores that are no logits: what they are above the row's least). The square is what the expert's part in the output
+ * counts for; on a trained model it costs less perplexity for the same balance than the weight itself, the probability or the logit (docs/balance.md).
+ * What an exchange saves is price[a] - price[b]; one is made while that is more than the loss, the best first.
+ *
+ *   HEAT, SEQUENCE      heat[e] + 1 for a use, heat[e] * decay for a token without; price = growth^((heat - threshold) (1 - decay)) - 1 above the
+ *                       threshold, else 0: heat (1 - decay) is 1 for an expert that all recent tokens have used.
+ *   HEAT, BATCH         the n-th token of a queue has the price growth^(n / share - 1) - 1, share = rows * k / experts: what queues are with perfect balance.
+ *   CAPACITY, SEQUENCE  heat[e] * decay for each token, + 1 for a use; any price where heat[e] + 1 > capacity_factor * (sum of heat + k) / experts.
+ *   CAPACITY, BATCH     any price for tokens beyond max(ceil(share), floor(capacity_factor * share)).
+ *   REUSE, BATCH        experts are emptied, the one that loses least first, if all its tokens can go to experts that keep theirs.
  */
 #ifndef COLIBRI_DAMPING_H
 #define COLIBRI_DAMPING_H
 
-#include <stdint.h>
+#include "kernels.h"
 
-#include "colibri.h"
+#define COLIBRI_DAMP_ANY_LOSS 16.0f /* a price above every loss: a place loses at most 1 */
+
+/* The cheapest move from one expert to another: what it loses, and the pair (member * k + place) that would move; -1: there is none. */
+typedef struct colibri_best { float loss; int32_t pair; } colibri_best;
 
 /* State and scratch of one session's damping, sized when it is opened. */
 typedef struct colibri_damper {
+  const colibri_kernels *kernels;
   int32_t experts, k, layers, max_slots; /* layers: those with a router */
-  /* state of the sequences in slots, then one more: scope BATCH's, which lasts from step to step */
-  float *penalty;          /* [max_slots + 1][layers][experts] */
-  int32_t *uses;           /* [max_slots + 1][layers][experts] HEAT: in a row */
-  uint32_t *pairs, *changed_pairs; /* [max_slots + 1][layers] rows routed, and those of them changed */
-  /* the running step */
-  uint64_t *step_pairs, *step_changed; /* [max_seqs] the same by damping, scope BATCH */
+  /* state of the sequences in slots */
+  float *heat;             /* [max_slots][layers][experts] */
+  uint32_t *pairs, *changed_pairs; /* [max_slots][layers] rows routed, and those of them changed */
+  /* the running step: the same by damping, scope BATCH */
+  uint64_t *step_pairs, *step_changed; /* [max_seqs] */
   /* scratch of a layer */
-  int32_t *rows;           /* [max_rows] rows that are weighed against each other */
-  int32_t *own;            /* [max_rows][k] the experts they had chosen, by place */
+  int32_t *rows;           /* [max_rows] rows that are weighed against each other: the members */
+  int32_t *own;            /* [max_rows][k] by member, the experts they had chosen, by place */
+  float *values;           /* [max_rows][experts] by member: what an expert is worth to it, 0..1 */
   int32_t *queue;          /* [experts] tokens that each has */
+  float *cost;             /* [max_rows + 2] price of a queue's n-th token, rising with n */
+  float *price;            /* [experts] of another use; REUSE: of giving the expert up */
+  colibri_best *best;      /* [experts][experts] from, to */
+  int32_t *best_to;        /* [experts] */
+  uint8_t *stale;          /* [experts] */
+  int32_t *head;           /* [experts] first pair of each, of the members' */
+  int32_t *next, *before;  /* [max_rows][k] by pair; -1: none */
+  int32_t *target;         /* [max_rows][k] by pair: where it would go */
 } colibri_damper;
 
 /* Rows of one layer: what was chosen, and by what. */
 typedef struct colibri_damp_rows {
   int32_t layer;           /* 0..layers-1 */
   int32_t n_rows;
+  int32_t logits;          /* the scores are logits; else they are what weights are made of */
   const float *scores;     /* [n_rows, experts] what selection compares; -INFINITY: cannot be had */
   const uint8_t *bad;      /* [n_rows] */
   int32_t *ids;            /* [n_rows, k] by descending score, before and after */
@@ -47,5 +72,28 @@ int colibri_damping_check(const colibri_damping *damping, int index, colibri_err
 void colibri_damper_begin(colibri_damper *d, const colibri_batch *batch);
 /* Damps one layer's rows; adds to batch->rerouted. Returns how many were changed. */
 int colibri_damp(colibri_damper *d, const colibri_batch *batch, const colibri_damp_rows *rows);
+
+/* ---------------------------------------------------------------- its parts */
+
+/* Takes the first n of d->rows as members: d->own and d->values. */
+void colibri_damp_members(colibri_damper *d, const colibri_damp_rows *r, int n);
+/* Damps the members against each other. damping_batch.c */
+void colibri_damp_batch(colibri_damper *d, const colibri_damping *p, const colibri_damp_rows *r, int n, uint64_t pairs, uint64_t *changed);
+
+static inline int colibri_damp_has(const int32_t *ids, int k, int e) {
+  for (int i = 0; i < k; i++)
+    if (ids[i] == e) return 1;
+  return 0;
+}
+
+/* Whether place i of a row, whose own choice was own[], may go to e. */
+static inline int colibri_damp_may(const colibri_damper *d, const float *scores, const int32_t *own, const int32_t *ids, int i, int e, float margin) {
+  return e == own[i] ? ids[i] != e : scores[own[i]] - scores[e] <= margin && !colibri_damp_has(own, d->k, e) && !colibri_damp_has(ids, d->k, e);
+}
+
+/* Whether one more of `pairs` may be changed. */
+static inline int colibri_damp_within(const colibri_damping *p, uint64_t pairs, uint64_t changed) {
+  return (double)(changed + 1) <= (double)p->max_rerouted * (double)pairs;
+}
 
 #endif

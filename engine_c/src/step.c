@@ -269,7 +269,8 @@ static int damp(colibri_session *s, const colibri_batch *b, int layer, int route
   colibri_route_select_scores(r, &s->model->layers[layer].route, s->env.kernels, s->env.arena.gate, r->experts, s->n_rows, s->scores);
   if (s->margins) note_margins(s, b, router_layer, ids);
   if (!s->damped) return 0;
-  colibri_damp_rows rows = {.layer = router_layer, .n_rows = s->n_rows, .scores = s->scores, .bad = s->route_bad, .ids = ids, .changed = s->changed};
+  colibri_damp_rows rows = {.layer = router_layer, .n_rows = s->n_rows, .logits = colibri_router_by_logits(r, &s->model->layers[layer].route),
+                            .scores = s->scores, .bad = s->route_bad, .ids = ids, .changed = s->changed};
   int changed = colibri_damp(&s->damper, b, &rows);
   if (changed) weigh_changed(s, layer, ids, weights);
   return changed;
