@@ -69,7 +69,7 @@ class BalanceReport:
         whole["machine"] = asdict(self.machine)
         whole["cases"] = [case.as_dict() for case in self.cases]
         whole["nodes"] = [asdict(row) for row in self.nodes]
-        return json.dumps({"bench": "balance", **whole}, indent=1)
+        return json.dumps({"bench": "balance", **whole})
 
     def tables(self) -> list[Table]:
         """For people: one a traffic."""
