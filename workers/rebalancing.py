@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 
 from engine_c import EngineError, Model, Part
 from workers.balance import MIN_GAIN, ONE_NODE, BalancePlan, ExpertMove, ExpertReplica, plan_balance
-from workers.layout import Expert, Layout, LayoutError, read_layout
+from workers.layout import Layout, LayoutError, read_layout
 from workers.moving import MoveError, Range, copy, move, range_of, whole_pages
 from workers.parts import within
-from workers.placement import NODE_RESERVE, placement_nodes
+from workers.placement import NODE_RESERVE, PAGE, placement_nodes
 from workers.segments import ModelImage
 from workers.supervisor import Supervisor
 from workers.topology import Topology, read_topology
@@ -114,8 +114,9 @@ class Rebalancer:
         return self._home(layer, expert), *self._replicas.get((layer, expert), ())
 
     def _home(self, layer: int, expert: int) -> int:
-        first = self._image.node_at(self._read_layout().layers[layer][expert].gate_up.offset)
-        return self._homes.get((layer, expert), first)
+        if (layer, expert) not in self._homes:
+            self._homes[layer, expert] = self._image.node_at(self._read_layout().layers[layer][expert].gate_up.offset)
+        return self._homes[layer, expert]
 
     def _why_fixed(self) -> str:
         placed = self._image.placement
@@ -258,8 +259,10 @@ class Rebalancer:
         self._model.place(layer, expert, self._copies(layer, expert))
 
     def _range(self, layer: int, expert: int) -> Range:
-        own: Expert = self._read_layout().layers[layer][expert]
-        return range_of(own, self._image.bytes)
+        own = range_of(self._read_layout().layers[layer][expert], self._image.bytes)
+        if not own.bytes:
+            raise MoveError(f"layer {layer}, expert {expert}: it has no page of {PAGE} bytes of its own")
+        return own
 
 
 def _capacity(places: ExpertPlaces) -> dict[int, int]:
