@@ -139,7 +139,7 @@ sanitize: $(READY) $(VENV)/.dev $(C_TESTS:engine_c/tests/%.c=build/asan/%) $(TSA
 FUZZ_SECONDS ?= 30
 FUZZ_FLAGS := -std=gnu11 -O1 -g -ffp-contract=off -Wall -Wextra -Werror -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all
 # The parser alone: what runs on a file's bytes before anything computes.
-PARSER_C := $(addprefix engine_c/src/,error.c json.c container.c tensors.c model.c pack.c) engine_c/kernels/numeric.c
+PARSER_C := $(addprefix engine_c/src/,error.c json.c container.c tensors.c route_check.c model.c pack.c) engine_c/kernels/numeric.c
 build/fuzz/fuzz_container: engine_c/tests/fuzz_container.c engine_c/tests/fuzz_seed.c $(PARSER_C) $(filter %.h,$(C_SOURCES))
 	@command -v clang >/dev/null || { echo "fuzzing needs clang and its run-time library. Debian: apt-get install clang libclang-rt-14-dev" >&2; exit 1; }
 	@mkdir -p build/fuzz/corpus

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from engine_c.packing import packed_bytes
 from ops.convert import families
 from ops.convert.families import UNSUPPORTED, Table, shipped_tables
+from ops.convert.router import PLAIN
 
 FORMATS = {
     "f32": "everything in f32; for parity with a reference",
@@ -91,10 +92,11 @@ def _families(tables: list[Table]) -> Iterator[str]:
 def _router(table: Table) -> str:
     if "router" not in table.tensors:
         return "none: one expert"
-    weight = table.router["weight"]
+    router: dict[str, object] = {**PLAIN, **table.router}
+    weight = router["weight"]
     if isinstance(weight, dict):
         weight = f"{weight['true']} if `{weight['key']}`, else {weight['false']}"
-    return f"{table.router['score']}, weights {weight}"
+    return f"{router['score']}, weights {weight}"
 
 
 def _values(values: tuple[object, ...]) -> str:

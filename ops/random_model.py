@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
@@ -34,7 +34,8 @@ _CHAT_TEMPLATE = (
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """What a random model looks like. `head_dim` None is hidden / heads; `experts` 1 is a dense model without routers; `sliding_window` 0
-    is none; `rope_dims` None rotates the whole head."""
+    is none; `rope_dims` None rotates the whole head; `router` is what the router's object of the descriptor (docs/container.md) says beside
+    or instead of a softmax over the chosen."""
 
     layers: int
     hidden: int
@@ -55,7 +56,9 @@ class ModelShape:
     qk_norm: bool = False
     qkv_bias: bool = False
     router_bias: bool = False
-    router_weight: str = "softmax_chosen"
+    router_select_bias: bool = False
+    router_expert_scale: bool = False
+    router: Mapping[str, Json] = field(default_factory=dict, hash=False)
     tokenizer: bool = True
 
     @property
@@ -198,8 +201,15 @@ class _Vectors:
             jobs += [self.norm(f"{prefix}.q_norm", shape.head_size), self.norm(f"{prefix}.k_norm", shape.head_size)]
         if shape.qkv_bias:
             jobs.append(self.bias(f"{prefix}.qkv_bias", qkv))
-        if shape.router_bias and shape.experts > 1:
-            jobs.append(self.bias(f"{prefix}.router_bias", shape.experts))
+        return jobs + (self._router(prefix) if shape.experts > 1 else [])
+
+    def _router(self, prefix: str) -> list[Job]:
+        shape = self.shape
+        jobs = [self.bias(f"{prefix}.{name}", shape.experts) for name in ("router_bias", "router_select_bias") if getattr(shape, name)]
+        if shape.router_expert_scale:
+            jobs.append(self.norm(f"{prefix}.router_expert_scale", shape.experts))
+        if shape.router.get("input") == "residual":
+            jobs.append(self.norm(f"{prefix}.router_input_scale", shape.hidden))
         return jobs
 
     def _vector(self, name: str, size: int, change: Callable[[F32], F32]) -> Job:
@@ -244,10 +254,11 @@ def _descriptor(shape: ModelShape, quant: str, seed: int) -> dict[str, Json]:
         "router": {
             "score": "softmax_all",
             "k": shape.top_k,
-            "weight": shape.router_weight,
+            "weight": "softmax_chosen",
             "renorm": "none",
             "scale": 1.0,
             "apply_at": "output",
+            **shape.router,
         },
         "quant": quant,
         "generation": {

@@ -22,6 +22,7 @@ _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 Load = Literal["auto", "map", "memfd"]
 Placement = Literal["auto", "experts", "rows", "replicate", "none"]
 FrontLane = Literal["auto", "on", "off"]
+Rebalance = Literal["off", "auto"]
 
 
 class ConfigError(ValueError):
@@ -50,6 +51,9 @@ class ServeConfig:
 
     load: Load = "auto"  # weights: "map" the file, copy to a sealed "memfd" on huge pages, or "auto": the copy if memory is plenty
     placement: Placement = "auto"  # of the weights on NUMA nodes: whole "experts", "rows" of each, "replicate", "none"; "auto" decides
+    rebalance: Rebalance = "off"  # "auto": whole experts move between NUMA nodes, and get copies there, as the load asks for
+    rebalance_interval: float = 30.0  # seconds between two looks at the load
+    rebalance_replicas: int = 0  # further copies of experts that each layer may have in all
     smt: bool = False  # lanes for SMT siblings too: they share a core's units, which is seldom faster
     workers_per_node: int | None = None  # worker processes; 0: compute in this process; None: planned
     threads_per_worker: int | None = None  # lanes of a worker; None: planned
@@ -147,7 +151,7 @@ class ServeConfig:
 
     def _check_choices(self) -> None:
         choices = {"load": get_args(Load), "placement": get_args(Placement), "front_lane": get_args(FrontLane)}
-        choices["kv_format"] = tuple(KV_FORMATS)
+        choices |= {"kv_format": tuple(KV_FORMATS), "rebalance": get_args(Rebalance)}
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}: it must be one of {', '.join(allowed)}")
@@ -173,6 +177,8 @@ _RANGES: dict[str, tuple[float, float]] = {
     "max_rows": (1, 65536),
     "max_logit_rows": (1, 65536),
     "kv_memory": (1, 1 << 48),
+    "rebalance_interval": (1.0, 86400.0),
+    "rebalance_replicas": (0, 1024),
     "spin_us": (0, 1_000_000),
     "hang_ms": (0, 3_600_000),
     "max_queue": (1, 1_000_000),

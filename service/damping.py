@@ -18,7 +18,18 @@ NUMBERS: Mapping[str, Callable[[str], int | float]] = {
     "margin": float,
     "max_rerouted": float,
 }
-_USED = {"heat": ("threshold", "growth", "decay"), "capacity": ("capacity_factor",), "reuse": ()}  # beside margin and max_rerouted
+RECOMMENDED: Mapping[tuple[str, str], Mapping[str, int | float]] = {
+    ("capacity", "sequence"): {"decay": 0.9, "capacity_factor": 1.5},
+}
+"""By kind and scope, where the engine's own defaults are not what docs/balance.md recommends."""
+_USED = {
+    ("heat", "sequence"): ("threshold", "growth", "decay"),
+    ("heat", "batch"): ("threshold", "growth", "decay"),
+    ("capacity", "sequence"): ("capacity_factor", "decay"),
+    ("capacity", "batch"): ("capacity_factor",),
+    ("reuse", "batch"): (),
+}
+"""Numbers that matter, beside margin and max_rerouted."""
 
 
 class DampingError(ValueError):
@@ -40,7 +51,8 @@ def make_damping(kind: str, *, scope: str = "", numbers: Mapping[str, int | floa
         return None
     if kind == "reuse" and scope == "sequence":
         raise DampingError("scope", "is sequence; reuse is about other tokens of the same step and exists in scope batch alone")
-    chosen: dict[str, Any] = {"scope": scope or ("batch" if kind == "reuse" else "sequence"), **numbers}
+    scope = scope or ("batch" if kind == "reuse" else "sequence")
+    chosen: dict[str, Any] = {"scope": scope, **RECOMMENDED.get((kind, scope), {}), **numbers}
     try:
         return Damping(kind, **chosen)  # type: ignore[arg-type]  # checked above
     except ValueError as error:
@@ -77,5 +89,5 @@ def describe_damping(damping: Damping | None) -> str:
     """In words, with the numbers that its kind uses."""
     if damping is None:
         return OFF
-    names = (*_USED[damping.kind], "margin", "max_rerouted")
+    names = (*_USED[damping.kind, damping.scope], "margin", "max_rerouted")
     return f"{damping.kind}, scope {damping.scope}, " + ", ".join(f"{name} {getattr(damping, name):g}" for name in names)

@@ -40,7 +40,7 @@ class ExpertsServicer(experts_pb2_grpc.ExpertsServicer):
         layers = read_layers(message.layers, model)
         damping = choose_damping(message, info=model.info)
         prompt = await read_prompt(model, message)
-        check_length(prompt, model, layers=len(layers))
+        await aside(len(prompt.tokens), partial(check_length, prompt, model, layers=len(layers)))
         request = Request(f"e{next(self._ids)}", tuple(prompt.tokens), GREEDY, deadline=deadline(context), trace=True, damping=damping)
         chunks: list[Routes] = []
         with hosted.desk.stream(request) as stream:

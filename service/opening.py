@@ -11,6 +11,7 @@ from concurrent.futures import Future
 
 from engine_c import KV_FORMATS, SessionOptions
 from service.config import ServeConfig
+from workers.automatic import Automatic
 from workers.slot import SupervisorConfig
 from workers.team import Team, TeamConfig
 
@@ -60,5 +61,7 @@ def team_config(config: ServeConfig) -> TeamConfig:
         session=options,
         kv_bytes=config.kv_memory,
         start_timeout_s=config.start_timeout,
+        rebalance=config.rebalance,
+        automatic=Automatic(interval_s=config.rebalance_interval, replicas=config.rebalance_replicas),
         supervisor=SupervisorConfig(start_s=config.start_timeout / STARTS),
     )

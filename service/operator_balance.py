@@ -6,7 +6,7 @@ import time
 
 from colibri.v1 import operator_pb2 as pb
 from service.balance_messages import report_message
-from service.faults import InvalidField
+from service.faults import InvalidField, OperatorFault
 from service.hosted import Hosted
 from service.load import SPANS
 from service.models import ModelHost
@@ -29,8 +29,11 @@ async def rebalance(host: ModelHost, hosted: Hosted, request: pb.RebalanceReques
     def work(team: Team) -> BalanceReport:
         return team.rebalance(tokens, dry_run=request.dry_run, replicas=request.replicas, timeout=_PATIENCE)
 
-    if request.dry_run:
-        report = await hosted.aside(lambda _: work(hosted.team))
-    else:
-        report = await change(host, hosted, "model", work)
+    try:
+        if request.dry_run:
+            report = await hosted.aside(lambda _: work(hosted.team))
+        else:
+            report = await change(host, hosted, "model", work)
+    except TimeoutError as error:
+        raise OperatorFault("ABORTED", "STILL_MOVING", str(error), model=hosted.name) from error
     return report_message(report, took_ms=1e3 * (time.perf_counter() - began))

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 MPOL_PREFERRED = 1
 MPOL_BIND = 2
+MPOL_MF_STRICT = 1
+MPOL_MF_MOVE_ALL = 4
 _MASK_BITS = 1024
 _WORD = 64
 
@@ -33,6 +35,12 @@ def bind_memory(address: int, length: int, node: int, *, strictly: bool = True) 
     strictly: never from another node, not even when the node is full. Returns what was refused, "" if nothing.
     """
     return _call("mbind", address, length, MPOL_BIND if strictly else MPOL_PREFERRED, node)
+
+
+def move_memory(address: int, length: int, node: int) -> str:
+    """Moves a mapping's pages, which must be in this process's page tables, to a node, whoever has mapped them, and binds them there.
+    Others may read them meanwhile. Needs CAP_SYS_NICE. Returns what was refused, "" if nothing."""
+    return _call("mbind", address, length, MPOL_BIND, node, flags=MPOL_MF_STRICT | MPOL_MF_MOVE_ALL)
 
 
 def prefer_memory(node: int) -> str:
@@ -74,7 +82,7 @@ def parse_numa_maps_line(line: str) -> MemoryUse:
     return MemoryUse(words[1], {node: count * page for node, count in counts.items()})
 
 
-def _call(name: str, address: int | None, length: int | None, mode: int, node: int) -> str:
+def _call(name: str, address: int | None, length: int | None, mode: int, node: int, *, flags: int = 0) -> str:
     machine = os.uname().machine
     number = _NUMBERS.get(machine, {}).get(name)
     if number is None:
@@ -86,7 +94,7 @@ def _call(name: str, address: int | None, length: int | None, mode: int, node: i
     where = [] if address is None else [ctypes.c_void_p(address), ctypes.c_ulong(length or 0)]
     libc = ctypes.CDLL(None, use_errno=True)
     bits = ctypes.c_ulong(_MASK_BITS)
-    flags = [] if address is None else [ctypes.c_uint(0)]
-    if libc.syscall(ctypes.c_long(number), *where, ctypes.c_long(mode), mask, bits, *flags):
+    last = [] if address is None else [ctypes.c_uint(flags)]
+    if libc.syscall(ctypes.c_long(number), *where, ctypes.c_long(mode), mask, bits, *last):
         return f"{name} to node {node}: {os.strerror(ctypes.get_errno())}"
     return ""

@@ -15,6 +15,32 @@ SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_S
 _ENTRY = struct.Struct("<iiQQ")
 
 
+def overlay(parts: Sequence[Part], over: Sequence[Part]) -> tuple[Part, ...]:
+    """Parts with others, which lie within them and do not overlap, in place of the bytes they have."""
+    for new in over:
+        parts = [
+            piece
+            for part in parts
+            for piece in (
+                _clip(part, part.offset, min(part.offset + part.bytes, new.offset)),
+                new if part.offset <= new.offset < part.offset + part.bytes else None,
+                _clip(part, max(part.offset, new.offset + new.bytes), part.offset + part.bytes),
+            )
+            if piece is not None
+        ]
+    return tuple(parts)
+
+
+def within(parts: Sequence[Part], offset: int, size: int) -> tuple[Part, ...]:
+    """The pieces of parts that hold the bytes [offset, offset + size)."""
+    pieces = (_clip(part, max(part.offset, offset), min(part.offset + part.bytes, offset + size)) for part in parts)
+    return tuple(piece for piece in pieces if piece is not None)
+
+
+def _clip(part: Part, begin: int, end: int) -> Part | None:
+    return Part(part.fd, part.node, begin, end - begin) if begin < end else None
+
+
 def write_table(parts: Sequence[Part]) -> int:
     """A sealed memory file that lists the parts; its descriptor is the caller's."""
     fd = os.memfd_create("colibri:parts", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -26,6 +52,17 @@ def write_table(parts: Sequence[Part]) -> int:
         os.close(fd)
         raise
     return fd
+
+
+PART_RECORD = struct.Struct("<QQ")
+"""A part on its way to a worker: offset and bytes; its descriptor goes beside it."""
+
+
+def read_record(data: bytes, descriptor: bytes) -> Part:
+    """A part that came over a control socket, with the descriptor it came with, which is the receiver's."""
+    offset, size = PART_RECORD.unpack(data)
+    (fd,) = struct.unpack("=i", descriptor)
+    return Part(fd, -1, offset, size)
 
 
 def read_table(fd: int) -> tuple[Part, ...]:

@@ -12,11 +12,14 @@ small and read by everybody (header, texts, norms, routers) lies with the matrix
 from __future__ import annotations
 
 import os
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Literal
 
 from workers.layout import Expert, Layout, Matrix
+from workers.mapping import HUGE_PAGE
 from workers.plan import PlanError
 from workers.topology import Node, Topology
 
@@ -90,6 +93,20 @@ def plan_placement(layout: Layout, topology: Topology, wish: Placement) -> Place
         nodes = tuple(node for node in nodes if node not in left_out)
         if len(nodes) < 2:
             return _refuse(layout, plan, left_out, wish)
+
+
+def fine_extents(plan: PlacementPlan, layout: Layout | None) -> tuple[Extent, ...]:
+    """A plan's extents, for whole experts cut at each that is smaller than a huge page: it could not be moved alone if it shared one."""
+    if layout is None or plan.placement != "experts":
+        return plan.extents
+    experts = [expert for layer in layout.layers if len(layer) > 1 for expert in layer if expert.bytes < HUGE_PAGE]
+    cuts = sorted({-(-at // PAGE) * PAGE for expert in experts for at in (expert.gate_up.offset, expert.down.end)})
+    fine: list[Extent] = []
+    for extent in plan.extents:
+        end = extent.offset + extent.bytes
+        inner = cuts[bisect_right(cuts, extent.offset) : bisect_left(cuts, end)]
+        fine += [Extent(extent.node, a, b - a) for a, b in pairwise([extent.offset, *inner, end])]
+    return tuple(fine)
 
 
 def _refuse(layout: Layout, plan: PlacementPlan, tight: Sequence[Node], wish: Placement) -> PlacementPlan:

@@ -97,8 +97,10 @@ def plan_team(
     cores = _share_cores(topology, places, smt)
     front_cpu = cores[places[0].id][0] if front else None
     cpus = {node.id: tuple(cpu for cpu in cores[node.id] if cpu != front_cpu) for node in places}
+    wanted = {node.id: _split(len(cpus[node.id]), wishes[node.id]) for node in places}
+    _check_room(sum(map(sum, wanted.values())), previous)
     crew = _Crew(topology, previous)
-    missing = {node.id: crew.keep(node, _split(len(cpus[node.id]), wishes[node.id])) for node in places}
+    missing = {node.id: crew.keep(node, wanted[node.id]) for node in places}
     for node in places:
         crew.hire(node, cpus[node.id], missing[node.id])
     workers = sorted(crew.workers, key=lambda spec: spec.index)
@@ -130,6 +132,12 @@ def _wishes(places: Sequence[Node], default: NodeWish, nodes: Mapping[int, NodeW
         if wish.threads is not None and not 1 <= wish.threads <= MAX_LANES:
             raise PlanError(f"threads per worker must be 1 to {MAX_LANES}, not {wish.threads}")
     return wishes
+
+
+def _check_room(lanes: int, previous: TeamPlan | None) -> None:
+    room, since = (MAX_LANES, "") if previous is None else (previous.max_lanes, ", fixed at the start")
+    if lanes > room:
+        raise PlanError(f"{lanes} threads in all workers are asked for, there is room for {room}{since}: ask for fewer workers or threads")
 
 
 def _room(lanes: int, topology: Topology) -> int:
@@ -188,9 +196,6 @@ class _Crew:
         crowded = sum(len(spec.lanes) for spec in kept) + sum(missing) > len(cpus)
         memory = self._topology.nearest_memory(node.id) if len(self._topology.memory_nodes) > 1 else None
         for count in missing:
-            if count > len(self._lanes):
-                room = f"{count} more worker lanes do not fit, there is room for {len(self._lanes)}"
-                raise PlanError(f"{room}: ask for fewer workers or threads")
             mine = () if crowded else tuple(free[:count])
             free = free[len(mine) :]
             self._add(WorkerSpec(next(self._indices), node.id, tuple(self._lanes[:count]), mine, node.cpus, memory))

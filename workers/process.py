@@ -17,9 +17,10 @@ from pathlib import Path
 
 import _cffi_backend
 
-from engine_c import EngineError
+from engine_c import EngineError, Part
 from engine_c.spawn import spawn
 from workers import worker_main
+from workers.parts import PART_RECORD
 from workers.plan import WorkerSpec
 from workers.segments import ModelImage
 
@@ -33,11 +34,14 @@ IMPORT_PATHS = (str(MAIN.parent.parent), str(Path(_cffi_backend.__file__).resolv
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What a worker said on its control socket: that it is ready and what the machine refused it, or why it can't work."""
+    """What a worker said on its control socket: that it is ready and what the machine refused it, or why it can't work; or, mapped > 0,
+    that it has followed so many records of parts, and why the last could not be."""
 
     ready: bool = False
     error: str = ""
     degraded: tuple[str, ...] = ()
+    mapped: int = 0
+    unmapped: str = ""
 
 
 class WorkerProcess:
@@ -76,6 +80,15 @@ class WorkerProcess:
         """Its lanes are bound: it may attach. A refusal means that it is dead, which its pidfd tells."""
         with contextlib.suppress(OSError):
             self.control.send(b"g")
+
+    def send_part(self, part: Part) -> bool:
+        """Tells it to map a part from there. Returns whether that could be said; a process that is dead or takes nothing in is dealt with
+        elsewhere."""
+        try:
+            socket.send_fds(self.control, [PART_RECORD.pack(part.offset, part.bytes)], [part.fd])
+        except OSError:
+            return False
+        return True
 
     def stopped(self) -> bool:
         """Whether a signal has stopped it (SIGSTOP): it then neither computes nor dies of its own accord."""
@@ -181,6 +194,12 @@ def curable(code: int) -> bool:
 def _message(line: bytes) -> Message:
     try:
         fields = json.loads(line)
-        return Message(bool(fields.get("ready")), str(fields.get("error", "")), tuple(map(str, fields.get("degraded", ()))))
+        return Message(
+            ready=bool(fields.get("ready")),
+            error=str(fields.get("error", "")),
+            degraded=tuple(map(str, fields.get("degraded", ()))),
+            mapped=int(fields.get("mapped", 0)),
+            unmapped=str(fields.get("unmapped", "")),
+        )
     except (ValueError, TypeError, AttributeError):
         return Message(error=f"unreadable message {line[:80]!r}")

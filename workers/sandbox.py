@@ -30,7 +30,8 @@ AT_NUMBER, AT_MACHINE, AT_ARGUMENT_0 = 0, 4, 16
 AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 CALLS = {"seccomp": (317, 277), "capset": (126, 91), "clone": (56, 220), "clone3": (435, 435)}
 REFUSED: dict[str, tuple[int | None, int | None]] = {
-    # The network; a control socket is read and written as a file.
+    # The network. The control socket is written as a file and read by recvmsg, since descriptors come with what is said on it: there is no
+    # other socket that could be read, nor a way to one.
     "socket": (41, 198),
     "socketpair": (53, 199),
     "connect": (42, 203),
@@ -42,7 +43,6 @@ REFUSED: dict[str, tuple[int | None, int | None]] = {
     "sendmsg": (46, 211),
     "sendmmsg": (307, 269),
     "recvfrom": (45, 207),
-    "recvmsg": (47, 212),
     "recvmmsg": (299, 243),
     "io_uring_setup": (425, 425),
     # Programs and processes; clone is let through for threads only.

@@ -15,8 +15,8 @@ from typing import Literal, Self
 from engine_c import Part
 from workers.filling import FillError, Filling, NodeShare
 from workers.layout import Layout, LayoutError, read_layout
-from workers.parts import SEALS, write_table
-from workers.placement import Placement, PlacementPlan, placement_nodes, plan_placement, whole_file
+from workers.parts import SEALS, overlay, write_table
+from workers.placement import Extent, Placement, PlacementPlan, fine_extents, placement_nodes, plan_placement, whole_file
 from workers.topology import Topology, read_topology
 
 log = logging.getLogger("colibri.workers")
@@ -51,6 +51,10 @@ class ModelImage:
     report: PlacementReport = field(default_factory=PlacementReport)
     layout: Layout | None = None
     """Where the matrices lie, if it was needed to place them."""
+    filled: tuple[Extent, ...] = ()
+    """The extents as they were filled: no huge page reaches across two."""
+    replicas: dict[int, dict[int, Part]] = field(default_factory=dict)
+    """By node and offset: copies of single experts, which processes on that node map in place of the expert itself."""
     _by_node: dict[int, int] = field(default_factory=dict)  # node -> descriptor; -1: of no node in particular
     _tables: dict[int, int] = field(default_factory=dict)
 
@@ -65,7 +69,12 @@ class ModelImage:
         return sum(share.huge_bytes for share in self.report.shares)
 
     def parts_for(self, node: int | None) -> tuple[Part, ...]:
-        """What a process that computes on a node (None: it does not matter) maps: with a copy for each node, that node's own."""
+        """What a process that computes on a node (None: it does not matter) maps: with copies on several nodes, that node's own."""
+        replicas = self.replicas.get(-1 if node is None else node, {})
+        return overlay(self.base_parts(node), tuple(replicas.values()))
+
+    def base_parts(self, node: int | None) -> tuple[Part, ...]:
+        """The same without copies of single experts. A part's node is the one it was put on when the model was loaded."""
         home = self._home(node)
         return tuple(
             Part(self._by_node[extent.node], extent.node, extent.offset, extent.bytes)
@@ -73,10 +82,25 @@ class ModelImage:
             if home is None or extent.node == home
         )
 
+    def add_replica(self, node: int, part: Part) -> None:
+        """Processes started on a node from now on map a copy; its descriptor becomes the image's."""
+        self.replicas.setdefault(node, {})[part.offset] = part
+        self._forget_table(node)
+
+    def end_replica(self, node: int, offset: int) -> None:
+        """They no longer do."""
+        os.close(self.replicas[node].pop(offset).fd)
+        self._forget_table(node)
+
+    def _forget_table(self, node: int) -> None:
+        table = self._tables.pop(node, None)
+        if table is not None:
+            os.close(table)
+
     def table_fd(self, node: int | None) -> int:
         """The descriptor of a sealed list of parts_for(node) (workers.parts); it stays the image's."""
         home = self._home(node)
-        key = -1 if home is None else home
+        key = (-1 if home is None else home) if node not in self.replicas else node
         if key not in self._tables:
             self._tables[key] = write_table(self.parts_for(node))
         return self._tables[key]
@@ -93,8 +117,9 @@ class ModelImage:
 
     def close(self) -> None:
         """Gives the descriptors back; a second call does nothing."""
-        fds = [*self._by_node.values(), *self._tables.values()]
-        self._by_node, self._tables = {}, {}
+        copies = [part.fd for own in self.replicas.values() for part in own.values()]
+        fds = [*self._by_node.values(), *self._tables.values(), *copies]
+        self._by_node, self._tables, self.replicas = {}, {}, {}
         for fd in fds:
             os.close(fd)
 
@@ -142,8 +167,8 @@ def open_image(
             file.placement = whole_file(size, _TOO_LARGE)
             return file
         _check_room(path, needed, available)
-        copy = _copy(path, fd, plan, topology)
-        copy.layout = read_layout(fd) if plan.nodes else None
+        layout = read_layout(fd) if plan.nodes else None
+        copy = _copy(path, fd, plan, layout, topology)
     file.close()
     return copy
 
@@ -177,15 +202,16 @@ def _check_room(path: str | os.PathLike[str], size: int, available: int) -> None
         )
 
 
-def _copy(path: str | os.PathLike[str], file: int, placement: PlacementPlan, topology: Topology) -> ModelImage:
+def _copy(path: str | os.PathLike[str], file: int, placement: PlacementPlan, layout: Layout | None, topology: Topology) -> ModelImage:
     """The file's page cache is left alone: the next start, or another program, finds it warm, and the kernel takes it when it must."""
-    image = ModelImage("memfd", os.fstat(file).st_size, placement)
+    image = ModelImage("memfd", os.fstat(file).st_size, placement, layout=layout)
+    image.filled = fine_extents(placement, layout)
     try:
         for node in {extent.node: None for extent in placement.extents}:
             name = f"colibri:{Path(path).name}"[:200] + (f":node{node}" if node >= 0 else "")
             image._by_node[node] = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(image._by_node[node], image.bytes)
-        filling = Filling(file, image.bytes, image._by_node, placement.extents, topology)
+        filling = Filling(file, image.bytes, image._by_node, image.filled, topology)
         shares = filling.run()
         # Sealing against writing is refused as long as a writable mapping is there.
         for fd in image.fds:

@@ -8,10 +8,10 @@ import math
 import selectors
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from engine_c import LANE_ACTIVE, LANE_READY, EngineError, Session
+from engine_c import LANE_ACTIVE, LANE_READY, EngineError, Part, Session
 from workers.cgroup import OomWatch
 from workers.lifecycle import Lifecycle, RestartPolicy, State
 from workers.plan import WorkerSpec
@@ -89,6 +89,7 @@ class Slot:
         self._config = around.config
         self._process: WorkerProcess | None = None
         self._said_ready = False
+        self._told = self._followed = 0  # records of parts that its process was sent, and has answered
         self._degraded: tuple[str, ...] = ()
         self._deadline = 0.0  # of the present stage of starting or draining
         self._stopped_at: float | None = None
@@ -149,6 +150,7 @@ class Slot:
         self._around.taken.update(self.spec.lanes)
         self.life.started(now)
         self._said_ready = self._termed = False
+        self._told = self._followed = 0
         self._stopped_at = None
         self._killed_for = self._complaint = ""
         self._deadline = now + self._config.start_s
@@ -243,7 +245,23 @@ class Slot:
         if not more:
             self._unwatch(self._process.control.fileno())
 
+    def tell(self, parts: Sequence[Part]) -> None:
+        """Has the process, if there is one, map parts from elsewhere. One that starts later finds them in its table."""
+        for part in parts:
+            if self._process is not None and self._process.send_part(part):
+                self._told += 1
+
+    @property
+    def behind(self) -> bool:
+        """Whether its process has yet to follow what it was told."""
+        return self._process is not None and self._followed < self._told
+
     def _heard(self, message: Message) -> None:
+        if message.mapped:
+            self._followed = message.mapped
+            if message.unmapped:
+                log.warning("%s could not map a copy of an expert, so it goes on reading the first: %s", self.name, message.unmapped)
+            return
         self._complaint = message.error
         self._said_ready = message.ready
         self._degraded = message.degraded

@@ -7,10 +7,10 @@ import os
 import selectors
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from engine_c import Session
+from engine_c import Part, Session
 from workers.cgroup import OomWatch
 from workers.lifecycle import State
 from workers.plan import TeamPlan, WorkerSpec
@@ -88,6 +88,16 @@ class Supervisor:
             if pending := self._pending(ignoring):
                 late = self._slots.get(pending[0])
                 raise SupervisorError(f"not ready after {timeout:g} s: {f'worker {pending[0]}' if late is None else late.obituary()}")
+
+    def remap(self, node: int, change: Callable[[], Sequence[Part]], timeout: float) -> None:
+        """Changes the image by `change`, which returns the parts that workers on a node are then to map, and tells those. Returns when all
+        that live have, or after timeout seconds: who is late reads the same bytes from where they were."""
+        with self._changed:
+            parts = change()
+            slots = [slot for slot in self._slots.values() if slot.spec.node == node]
+            for slot in slots:
+                slot.tell(parts)
+            self._changed.wait_for(lambda: not any(slot.behind for slot in slots), timeout)
 
     def set_plan(self, plan: TeamPlan) -> None:
         """Changes what is wanted: workers are started and drained accordingly. The same plan again changes nothing."""

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
 from engine_c import Model, Session, SessionOptions, session_bytes
 from workers import numa
+from workers.automatic import Automatic, Keeper
 from workers.balance import MIN_GAIN
 from workers.kv_memory import KvMemory
 from workers.placement import Placement, PlacementPlan
 from workers.plan import FrontLane, NodeWish, PlanError, TeamPlan, plan_kv_blocks, plan_team
-from workers.rebalancing import BalanceReport, ExpertPlaces, Rebalancer
+from workers.rebalancing import BalanceReport, ExpertPlaces, Loads, Rebalancer
 from workers.scaling import ScaleError, Scaling
 from workers.segments import LoadMode, ModelImage, PlacementReport, open_image
 from workers.supervisor import Supervisor, SupervisorConfig, SupervisorSnapshot
@@ -43,6 +43,8 @@ class TeamConfig:
     session: SessionOptions = field(default_factory=SessionOptions)
     kv_bytes: int | None = None
     start_timeout_s: float = 30.0
+    rebalance: Literal["off", "auto"] = "off"
+    automatic: Automatic = field(default_factory=Automatic)
     supervisor: SupervisorConfig = field(default_factory=SupervisorConfig)
 
 
@@ -92,7 +94,10 @@ class Team:
         self.supervisor = supervisor
         self.topology = topology
         self._scaling = scaling
-        self._rebalancer = Rebalancer(image, lambda: session.expert_counts().tolist(), self._lanes_of_nodes)
+        self._rebalancer = Rebalancer(
+            image, model, supervisor, topology, front_node=scaling.plan.front_node, speeds=self._lanes_of_nodes
+        )
+        self._keeper: Keeper | None = None
         self._front_degraded: tuple[str, ...] = ()
 
     @property
@@ -135,7 +140,7 @@ class Team:
                     part.close()
             raise
         scaling = Scaling(supervisor, topology, plan, default=wish, front_lane=config.front_lane, smt=config.smt)
-        return cls(
+        team = cls(
             image=image,
             model=model,
             session=session,
@@ -144,6 +149,9 @@ class Team:
             scaling=scaling,
             topology=topology,
         )
+        if config.rebalance == "auto":
+            team._keeper = Keeper(team._rebalancer, team._counts, config.automatic)
+        return team
 
     def settle(self) -> None:
         """Keeps the calling thread, which is to step the session, on the front end's node; where there are no others, nothing is done."""
@@ -178,7 +186,7 @@ class Team:
 
     def rebalance(
         self,
-        load: Sequence[Sequence[float]] | None = None,
+        load: Loads | None = None,
         *,
         dry_run: bool = False,
         replicas: int = 0,
@@ -188,9 +196,15 @@ class Team:
         """Puts experts, and up to `replicas` further copies a layer, where the nodes' work becomes even, while the session steps. Returns
         when it is done or time is up. What does not pay, by min_gain, is left. From any thread.
 
-        load: tokens of each expert [layers][experts]; None: all since the session was opened. ValueError if it does not fit the model.
+        load: tokens of each expert [layers][experts]; None: all since the session was opened. ValueError if it does not fit the model,
+        TimeoutError if another rebalancing goes on for all that time.
         """
+        load = self._counts() if load is None else load
         return self._rebalancer.rebalance(load, dry_run=dry_run, replicas=replicas, min_gain=min_gain, timeout=timeout)
+
+    def _counts(self) -> list[list[float]]:
+        counts: list[list[float]] = self.session.expert_counts().astype(float).tolist()
+        return counts
 
     def _lanes_of_nodes(self) -> dict[int, float]:
         plan = self.plan
@@ -203,7 +217,7 @@ class Team:
         """What there is now. From any thread."""
         plan, workers = self.plan, self.supervisor.snapshot()
         refused = [text for worker in workers.workers for text in worker.degraded]
-        degraded = (*self.image.report.degraded, *self.kv_memory.degraded, *self._front_degraded, *refused)
+        degraded = (*self.image.report.degraded, *self.kv_memory.degraded, *self._front_degraded, *self._rebalancer.degraded, *refused)
         lanes = [(lane, spec.node) for spec in plan.workers for lane in spec.lanes]
         if plan.front_lane:
             lanes.append((plan.max_lanes, plan.front_node))
@@ -223,6 +237,9 @@ class Team:
 
     def close(self) -> None:
         """Drains and ends the workers, then frees everything. No step may be running."""
+        self._rebalancer.close()
+        if self._keeper is not None:
+            self._keeper.close()
         self.supervisor.stop()
         self.session.close()
         self.model.close()

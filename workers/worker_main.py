@@ -3,8 +3,10 @@
 Started as `python -I -S worker_main.py --path ... --control FD --model-table FD --team FD --arena FD --lanes 0,1 ...`. It
 imports the standard library, cffi's backend, the engine and two small modules beside it: a start takes a few dozen milliseconds.
 
-The control socket, one end of a pair, carries from the supervisor one byte ("your lanes are bound, go") and from the worker one line of
-JSON (ready and what could not be had: pinning, memory policy; or why it can't work). Its end of file means that the front end is gone.
+The control socket, one end of a pair, carries from the supervisor one byte ("your lanes are bound, go"), then records with a descriptor
+each: bytes of the model that are to be mapped from there (workers.parts). The worker answers in lines of JSON: ready and what could not be
+had (pinning, memory policy), or why it can't work; then each time how many records it has followed. Its end of file means that the front
+end is gone.
 
 Before its lanes start it gives up all that computing does not need (workers.sandbox); of its descriptors it keeps the first three and the
 control socket.
@@ -60,12 +62,13 @@ def main(argv: list[str]) -> None:
     restrict(int(options["parent"]), options["name"])
     lanes, cpus, node_cpus = numbers(options["lanes"]), numbers(options["cpus"]), numbers(options["node-cpus"])
 
+    import _socket
     import json
     import threading
 
     from engine_c import EngineError, Model, Worker
     from workers.numa import prefer_memory, run_on
-    from workers.parts import read_table
+    from workers.parts import PART_RECORD, read_record, read_table
 
     degraded = [run_on(node_cpus)] if node_cpus else []
     degraded += [prefer_memory(node) for node in numbers(options["memory-node"])]
@@ -79,7 +82,8 @@ def main(argv: list[str]) -> None:
         os.write(control, json.dumps(message).encode() + b"\n")
 
     try:
-        worker = Worker(Model.open_parts(read_table(int(options["model-table"]))), int(options["team"]), int(options["arena"]))
+        model = Model.open_parts(read_table(int(options["model-table"])))
+        worker = Worker(model, int(options["team"]), int(options["arena"]))
     except EngineError as refusal:
         say(error=str(refusal))
         os._exit(EXIT_MISMATCH if refusal.name in ("EFORMAT", "EUNSUPPORTED") else EXIT_LANE)
@@ -109,9 +113,20 @@ def main(argv: list[str]) -> None:
     for i in range(len(lanes)):
         threading.Thread(target=run, args=(i,), daemon=True).start()
     say(ready=True, degraded=[text for text in degraded if text])
-    while os.read(control, 64):
-        pass
-    os._exit(EXIT_ORPHAN)
+    inbox, taken = _socket.socket(fileno=control), 0
+    room = _socket.CMSG_SPACE(4)
+    while True:
+        data, extra, _, _ = inbox.recvmsg(PART_RECORD.size, room)
+        if not data:
+            os._exit(EXIT_ORPHAN)
+        taken += 1
+        part = read_record(data, b"".join(words for level, kind, words in extra if kind == _socket.SCM_RIGHTS))
+        try:
+            model.remap(part)
+            say(mapped=taken)
+        except EngineError as refusal:
+            say(mapped=taken, unmapped=str(refusal))
+        os.close(part.fd)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@
 void colibri_route(const colibri_router *r, const colibri_router_layer *layer, const colibri_kernels *kernels, const float *z, int ld, int n,
                    int32_t *ids, float *weights, uint8_t *bad);
 
-/* Whether a descriptor makes sense: COLIBRI_EINVAL and a sentence that names the field ("router.k") and the remedy. Of selection biases it is only asked
- * whether there are any. */
+/* Whether a descriptor makes sense: COLIBRI_EINVAL and a sentence that names the field ("router.k"), and the remedy where
+ * it is not plain. route_check.c */
 int colibri_router_check(const colibri_router *r, colibri_error *err);
 
 /* ---------------------------------------------------------------- its parts */

@@ -158,7 +158,7 @@ static void test_turns(void) {
 
 /* ---------------------------------------------------------------- while steps run */
 
-typedef struct mover { colibri_model *model; int whole, nodes; _Atomic int stop; int moves; } mover;
+typedef struct mover { colibri_model *model; int whole, nodes; _Atomic int stop, moves; } mover;
 
 /* A descriptor of the container's size that holds the bytes of one expert, the same or, to see that it is read, others. */
 static int copy_expert(const colibri_model *m, int layer, int expert, int whole, uint64_t *offset, uint64_t *bytes, char flip) {
@@ -217,7 +217,7 @@ static void test_bits(int front, int n) {
   }
   atomic_store(&mv.stop, 1);
   pthread_join(thread, NULL);
-  CHECK(mv.moves > 10, "only %d moves in %d rounds", mv.moves, rounds);
+  CHECK(mv.moves > 10, "only %d moves in %d rounds", (int)mv.moves, rounds);
   threads_stop(s, lanes, n);
   colibri_worker_detach(w);
   colibri_session_close(s);

@@ -164,11 +164,82 @@ static void rows_are_independent(const char *isa) {
   }
 }
 
+/* ---------------------------------------------------------------- the parts */
+
+static float random_vector[2][MAX_E]; /* a selection bias, factors */
+
+/* Every kind of router in turn, with a layer's vectors in some of them. */
+static colibri_router any_router(int i, colibri_router_layer *layer) {
+  colibri_router r = {.experts = 64, .k = 1 + i % 8, .score = i % 4, .weight = i / 4 % 4, .scale = i % 3 ? 1.0f : 2.5f};
+  r.renorm = i / 16 % 2;
+  r.renorm_eps = r.renorm && i % 5 == 0 ? 1e-6f : 0;
+  r.jitter_eps = r.weight == COLIBRI_WEIGHT_SPARSEMIXER ? 0.1f : 0;
+  if (i / 32 % 3) r.n_group = 8, r.topk_group = 3, r.group_metric = i / 32 % 3 - 1, r.group_mask = i / 96 % 2;
+  for (int e = 0; e < 64; e++) random_vector[0][e] = 0.2f * check_normal(), random_vector[1][e] = 0.5f + check_uniform();
+  *layer = (colibri_router_layer){.select_bias = i / 192 % 2 ? random_vector[0] : NULL, .expert_scale = i % 7 ? NULL : random_vector[1]};
+  return r;
+}
+
+/* What routing is made of gives what routing gives: weights of its own choice bit by bit; scores in the order of its choice, no other above. */
+static void parts_agree_with_the_whole(const char *isa) {
+  static float scores[MAX_N * 64], again[MAX_N * 8];
+  const colibri_kernels *k = colibri_kernels_get();
+  for (int i = 0; i < 384; i++) {
+    colibri_router_layer layer;
+    colibri_router r = any_router(i, &layer);
+    colibri_error err;
+    CHECK(colibri_router_check(&r, &err) == COLIBRI_OK, "%s router %d: %s", isa, i, err.message);
+    fill_logits(FILL_NORMAL, z, 66, 64, MAX_N);
+    z[66 * 5 + 7] = NAN;
+    colibri_route(&r, &layer, k, z, 66, MAX_N, ids, weights, bad);
+    CHECK(bad[5] == 1, "%s router %d: the NaN goes unseen", isa, i);
+    colibri_route_weigh(&r, &layer, k, z, 66, MAX_N, ids, bad, again);
+    CHECK(!memcmp(weights, again, sizeof *weights * (size_t)(MAX_N * r.k)), "%s router %d: other weights for the same experts", isa, i);
+    colibri_route_select_scores(&r, &layer, k, z, 66, MAX_N, scores);
+    for (int t = 0; t < MAX_N; t++) {
+      const float *s = scores + t * 64;
+      bool taken[64] = {false};
+      for (int j = 0; j < r.k && t != 5; j++) {
+        int e = ids[t * r.k + j], before = j ? ids[t * r.k + j - 1] : e;
+        CHECK(s[before] > s[e] || before <= e, "%s router %d token %d: place %d is out of order", isa, i, t, j);
+        taken[e] = true;
+      }
+      float last = s[ids[t * r.k + r.k - 1]];
+      for (int e = 0; e < 64 && t != 5; e++) CHECK(taken[e] || s[e] <= last, "%s router %d token %d: expert %d was passed over", isa, i, t, e);
+    }
+  }
+}
+
+/* Weights of experts that were not the best are finite, and those of a softmax sum to 1: what damping asks for. */
+static void given_experts_are_weighed(const char *isa) {
+  for (int i = 0; i < 384; i++) {
+    colibri_router_layer layer;
+    colibri_router r = any_router(i, &layer);
+    r.n_group = 0, r.topk_group = 0;
+    fill_logits(FILL_NORMAL, z, 64, 64, MAX_N);
+    memset(bad, 0, sizeof bad);
+    for (int t = 0; t < MAX_N; t++)
+      for (int j = 0; j < r.k; j++) ids[t * r.k + j] = (t * 5 + j * 9) % 64;
+    colibri_route_weigh(&r, &layer, colibri_kernels_get(), z, 64, MAX_N, ids, bad, weights);
+    for (int t = 0; t < MAX_N; t++) {
+      double sum = 0;
+      for (int j = 0; j < r.k; j++) {
+        CHECK(isfinite(weights[t * r.k + j]), "%s router %d token %d: weight %g", isa, i, t, (double)weights[t * r.k + j]);
+        sum += weights[t * r.k + j];
+      }
+      if (r.weight == COLIBRI_WEIGHT_SOFTMAX_CHOSEN && !r.renorm && !layer.expert_scale && layer.select_bias)
+        CHECK(fabs(sum - (double)r.scale) < 1e-5, "%s router %d token %d: weights sum to %g", isa, i, t, sum);
+    }
+  }
+}
+
 static void all(const char *isa) {
   sweep(isa);
   fast_path_has_the_general_paths_bits(isa);
   poison_stays_in_its_row(isa);
   rows_are_independent(isa);
+  parts_agree_with_the_whole(isa);
+  given_experts_are_weighed(isa);
 }
 
 int main(void) {

@@ -21,6 +21,10 @@ from ops.bench.balance_stats import perplexity, queues
 from ops.bench.balance_traffic import CONTEXT, MIXED, SHIFTING, STEPS, STREAMS, Texts, Traffic, load_texts, make_traffic, names
 from ops.bench.measure import describe_machine
 
+CURVE = 4
+"""Settings of a policy and scope that all kinds of traffic are run with."""
+MOST_LOSS = 0.04
+"""More is of no interest."""
 NODES = (2, 4)
 REPLICAS = (0, 1)
 
@@ -77,12 +81,20 @@ def _judge(judge: Judge, traffic: dict[str, Traffic], wish: Wish, say: Say) -> l
     for number, case in enumerate(cases):
         say(f"{first}, setting {number + 1} of {len(cases)}: {write_setting(case.damping)}")
         case.judgements[first] = judge.evaluate(traffic[first], case.damping)
-    kept = cases if wish.settings else [case for own in by_group(cases).values() for case in front(own, first)]
+    kept = cases if wish.settings else [case for own in by_group(cases).values() for case in _worth_more(own, first)]
     for name in others:
         for number, case in enumerate(kept):
             say(f"{name}, setting {number + 1} of {len(kept)}: {write_setting(case.damping)}")
             case.judgements[name] = judge.evaluate(traffic[name], case.damping)
     return cases
+
+
+def _worth_more(cases: Sequence[Case], traffic: str) -> list[Case]:
+    """A few of those that none other beats, spread from little loss to much, and the best within each limit."""
+    able = [case for case in front(cases, traffic) if cost(case, traffic) <= MOST_LOSS]
+    spread = [able[index * (len(able) - 1) // max(1, CURVE - 1)] for index in range(CURVE)] if able else []
+    best = [case for case in cases if write_setting(case.damping) in _choose(cases, traffic).values()]
+    return [case for case in cases if case in spread or case in best]
 
 
 def _choose(cases: Sequence[Case], traffic: str) -> dict[str, str | None]:

@@ -69,7 +69,7 @@ class BalanceReport:
         whole["machine"] = asdict(self.machine)
         whole["cases"] = [case.as_dict() for case in self.cases]
         whole["nodes"] = [asdict(row) for row in self.nodes]
-        return json.dumps({"bench": "balance", **whole}, indent=1)
+        return json.dumps({"bench": "balance", **whole})
 
     def tables(self) -> list[Table]:
         """For people: one a traffic."""
@@ -115,9 +115,10 @@ def cost(case: Case, traffic: str) -> float:
 
 
 def score(case: Case, traffic: str) -> float:
-    """What it is for, less being better: how much of the variance of the longest queue is left; with reuse, of the active experts."""
+    """What it is for, less being better: how much larger the variances of queues and of the longest queue are, the one that is lowered less;
+    with reuse, the number of experts in use."""
     found = case.judgements[traffic]
-    return found.queue.active / found.undamped.active - 1 if case.damping.kind == "reuse" else found.longest_variance
+    return found.queue.active / found.undamped.active - 1 if case.damping.kind == "reuse" else max(found.variance, found.longest_variance)
 
 
 def front(cases: Sequence[Case], traffic: str) -> list[Case]:

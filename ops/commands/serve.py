@@ -40,6 +40,13 @@ class Placement(StrEnum):
     NONE = "none"
 
 
+class Rebalance(StrEnum):
+    """Whether experts move by themselves."""
+
+    OFF = "off"
+    AUTO = "auto"
+
+
 class LogLevel(StrEnum):
     """Least severity that is logged."""
 
@@ -71,6 +78,9 @@ def register(app: typer.Typer) -> None:
         front_lane: Annotated[FrontLane | None, typer.Option(help="Let the front end compute while it waits (auto).")] = None,
         load: Annotated[Load | None, typer.Option(help="Map the file, copy it to memory, or auto: copy if there is plenty (auto).")] = None,
         placement: Annotated[Placement | None, typer.Option(help="Which weights lie on which NUMA node (auto).")] = None,
+        rebalance: Annotated[Rebalance | None, typer.Option(help="Let experts move between NUMA nodes as the load asks for (off).")] = None,
+        rebalance_interval: Annotated[float | None, typer.Option(help="Seconds between two looks at the load (30).")] = None,
+        rebalance_replicas: Annotated[int | None, typer.Option(help="Further copies of experts a layer may have in all (0).")] = None,
         smt: Annotated[bool | None, typer.Option("--smt/--no-smt", help="Lanes for SMT siblings too; seldom faster (no).")] = None,
         max_seqs: Annotated[int | None, typer.Option(help="Sequences of a step (64).")] = None,
         max_rows: Annotated[int | None, typer.Option(help="Tokens of a step (512).")] = None,
@@ -105,6 +115,9 @@ def register(app: typer.Typer) -> None:
             front_lane=front_lane and front_lane.value,
             load=load and load.value,
             placement=placement and placement.value,
+            rebalance=rebalance and rebalance.value,
+            rebalance_interval=rebalance_interval,
+            rebalance_replicas=rebalance_replicas,
             smt=smt,
             max_seqs=max_seqs,
             max_rows=max_rows,

@@ -10,6 +10,7 @@ from ops.container_layout import Json
 from ops.convert.errors import ConvertError
 from ops.convert.families import Table, setting
 from ops.convert.rope import Rotary, rotary
+from ops.convert.router import resolve_router
 from ops.convert.source import Source
 
 _MAX_SCALAR = (1 << 31) - 1
@@ -55,7 +56,7 @@ class Arch:
         }
 
     def router_json(self) -> dict[str, Json]:
-        return {**self.router, "k": self.top_k, "renorm": "none", "scale": 1.0, "apply_at": "output"}
+        return {**self.router, "k": self.top_k}
 
 
 def resolve(table: Table, source: Source) -> Arch:
@@ -76,7 +77,7 @@ def resolve(table: Table, source: Source) -> Arch:
         norm_eps=scalars.number("norm_eps"),
         rope_style=str(table.rope.get("style", "half")),
         rope=rotary(table, source, counts["head_dim"], counts["max_context"]),
-        router=_router(table, source),
+        router=resolve_router(table, source, experts=counts["experts"], top_k=counts["top_k"]),
         tied=_tied(table, source),
     )
 
@@ -134,19 +135,6 @@ def _number(where: str, key: str, value: Json) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ConvertError(f"{where}: {key} is {value!r}, wanted a number")
     return float(value)
-
-
-def _router(table: Table, source: Source) -> dict[str, Json]:
-    weight = table.router.get("weight", "softmax_chosen")
-    if isinstance(weight, dict):
-        value = setting(source.config, str(weight.get("key")))
-        if not isinstance(value, bool):
-            raise ConvertError(f"{source.path}: the setting {weight.get('key')} is missing (the router's weights depend on it)")
-        weight = weight["true" if value else "false"]
-    score = table.router.get("score", "softmax_all")
-    if score != "softmax_all" or weight not in ("softmax_chosen", "unbiased_score"):
-        raise ConvertError(f"{table.origin}: the engine has no router with score {score!r} and weight {weight!r}")
-    return {"score": score, "weight": weight}
 
 
 def _tied(table: Table, source: Source) -> bool:

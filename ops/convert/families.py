@@ -8,11 +8,13 @@ A table (docs/models.md lists those shipped; `--descriptor FILE` takes another) 
   require   [{"key", "values"}]: a setting with any other value (null stands for "not there") is refused by name
   rope      style "half" or "interleaved"; theta: keys; scaling: keys of a rope_scaling object; dims: keys (optional, else head_dim);
             factors: a tensor that divides the frequencies (optional)
-  router    score and weight as docs/container.md; weight may be {"key", "true", "false"} to depend on a setting
+  router    the fields of docs/container.md's router but k; what is left out is the plainest. A value may be {"key": setting, and for each
+            value of it the result: "true": ..., "sigmoid": ..., "null": if it is not there} or, for numbers, {"keys": [settings],
+            "default": number}
   tied_head a setting's key, or "absent": the head is the embedding if there is no head tensor
   tensors   role -> tensor spec or a list of alternatives. A spec is a name with {layer} and {expert}, or an object: name; "stacked":
             the first axis is the expert; "half": "first" | "second" half of the rows (fused gate/up); "unpermute": "heads" | "kv_heads",
-            whose rows GGUF has interleaved
+            whose rows GGUF has interleaved; "times": "rsqrt_hidden", for what is to be multiplied by 1 / sqrt(hidden)
   ignore    patterns of tensors that may be left over; any other left-over tensor is an error"""
 
 from __future__ import annotations
@@ -30,16 +32,23 @@ SCALARS = (
     "vocab", "hidden", "layers", "heads", "kv_heads", "head_dim", "ffn", "experts", "top_k", "max_context", "sliding_window", "norm_eps",
 )  # fmt: skip
 REQUIRED_ROLES = ("embed", "final_norm", "attn_norm", "q", "k", "v", "o", "ffn_norm", "gate", "up", "down")
-OPTIONAL_ROLES = ("head", "router", "router_bias", "q_bias", "k_bias", "v_bias", "q_norm", "k_norm")
+ROUTER_VECTORS = ("router_bias", "router_select_bias", "router_expert_scale", "router_input_scale")
+OPTIONAL_ROLES = ("head", "router", *ROUTER_VECTORS, "q_bias", "k_bias", "v_bias", "q_norm", "k_norm")
 
 # Families people ask for whose blocks the engine does not have yet, and why.
 UNSUPPORTED = {
     "qwen2_moe": "it has a shared expert beside the routed ones",
     "olmoe": "it normalises queries and keys over the whole projection",
     "deepseek_v2": "it has latent attention and shared experts",
-    "deepseek_v3": "it has latent attention, sigmoid routing and shared experts",
+    "deepseek_v3": "it has latent attention and shared experts",
     "gpt_oss": "it has attention sinks, biased experts and MXFP4 weights",
-    "phimoe": "it routes by sparsemixer and normalises with a bias",
+    "phimoe": "it normalises with a bias and has rotary factors of two lengths",
+    "glm4_moe": "it has a shared expert beside the routed ones and dense first layers",
+    "ernie4_5_moe": "it has shared experts beside the routed ones",
+    "lfm2_moe": "it has short convolutions",
+    "minimax_m2": "it normalises queries and keys over the whole projection",
+    "llama4": "it has a shared expert beside the routed ones and chunked attention",
+    "gemma4": "it has a dense branch beside the experts and attention of two kinds",
 }
 
 
@@ -51,6 +60,7 @@ class TensorSpec:
     stacked: bool = False
     half: str = ""
     unpermute: str = ""
+    times: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +175,9 @@ def _spec(path: Path, role: str, raw: Json) -> TensorSpec:
         return TensorSpec(raw)
     if not isinstance(raw, dict) or not isinstance(raw.get("name"), str):
         raise ConvertError(f"{path}: tensors.{role} is neither a name nor an object with one")
-    half, unpermute = str(raw.get("half", "")), str(raw.get("unpermute", ""))
+    half, unpermute, times = (str(raw.get(key, "")) for key in ("half", "unpermute", "times"))
+    if times not in ("", "rsqrt_hidden"):
+        raise ConvertError(f"{path}: tensors.{role}: times is rsqrt_hidden, not {times!r}")
     if half not in ("", "first", "second") or unpermute not in ("", "heads", "kv_heads"):
         raise ConvertError(f"{path}: tensors.{role}: half is first or second, unpermute heads or kv_heads")
-    return TensorSpec(str(raw["name"]), bool(raw.get("stacked", False)), half, unpermute)
+    return TensorSpec(str(raw["name"]), bool(raw.get("stacked", False)), half, unpermute, times)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from ops.container_layout import TensorEntry
 from ops.convert.arch import Arch
 from ops.convert.errors import ConvertError
-from ops.convert.families import Table, TensorSpec
+from ops.convert.families import ROUTER_VECTORS, Table, TensorSpec
 from ops.convert.source import Source
 
 F32: TypeAlias = NDArray[np.float32]
@@ -128,11 +129,14 @@ class _Planner:
     def _router_jobs(self, layer: int) -> list[Job]:
         arch, prefix = self._arch, f"layers.{layer}"
         if arch.experts == 1:  # one expert has weight 1 whatever its router says
-            self._used.update(spec.name.format(layer=layer) for spec in self._table.tensors.get("router", ()))
+            for role in ("router", *ROUTER_VECTORS):
+                self._used.update(spec.name.format(layer=layer) for spec in self._table.tensors.get(role, ()))
             return []
         jobs = [self._plain(f"{prefix}.router", self._part("router", (arch.experts, arch.hidden), layer))]
-        if self._has("router_bias"):
-            jobs.append(self._plain(f"{prefix}.router_bias", self._part("router_bias", (arch.experts,), layer)))
+        for role in ROUTER_VECTORS:
+            size = arch.hidden if role == "router_input_scale" else arch.experts
+            if self._has(role):
+                jobs.append(self._plain(f"{prefix}.{role}", self._part(role, (size,), layer)))
         return jobs
 
     def _has(self, role: str) -> bool:
@@ -164,6 +168,8 @@ class _Planner:
             rows = _shifted(rows, shape[0] if spec.half == "second" else 0)
         if spec.unpermute:
             rows = _unpermuted(rows, shape[0] // (self._arch.heads if spec.unpermute == "heads" else self._arch.kv_heads))
+        if spec.times:
+            rows = _times(rows, 1 / math.sqrt(self._arch.hidden))
         return _Part(name, shape[0], rows)
 
     def _find(self, role: str, layer: int, expert: int) -> tuple[TensorSpec, str]:
@@ -209,6 +215,10 @@ def _joined(parts: Sequence[_Part]) -> Rows:
 
 def _shifted(rows: Rows, by: int) -> Rows:
     return lambda start, stop: rows(start + by, stop + by)
+
+
+def _times(rows: Rows, factor: float) -> Rows:
+    return lambda start, stop: rows(start, stop) * np.float32(factor)
 
 
 def _unpermuted(rows: Rows, head_rows: int) -> Rows:

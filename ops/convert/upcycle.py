@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from ops.container_layout import TensorEntry
 from ops.convert.errors import ConvertError
 from ops.convert.plan import Expert, Job, Plan
+from ops.convert.router import PLAIN
 
 F32: TypeAlias = NDArray[np.float32]
 
@@ -66,8 +67,7 @@ def upcycle(plan: Plan, pairs: int, *, seed: int) -> Plan:
                 jobs.append(_router_job(int(job.entry.name.split(".")[1]), pairs, arch.hidden, seed))
         else:
             jobs += _expert_jobs(job.entry, shared.cached(job.expert), job.origin, pairs, seed)
-    router = {**arch.router, "weight": "softmax_chosen"}
-    return Plan(replace(arch, ffn=arch.ffn // 2, experts=2 * pairs, top_k=2, router=router), tuple(jobs))
+    return Plan(replace(arch, ffn=arch.ffn // 2, experts=2 * pairs, top_k=2, router=PLAIN), tuple(jobs))
 
 
 def _router_job(layer: int, pairs: int, hidden: int, seed: int) -> Job:

@@ -42,9 +42,9 @@ def batch(tokens: Tokens, *, step: int, seed: int, context: int) -> tuple[NDArra
     return np.stack(rows), kinds
 
 
-def context_at(step: int, *, steps: int, finishing: bool) -> int:
+def context_at(step: int, *, end: int) -> int:
     """Tokens of a window: most of the training on short ones, which is cheaper, the end on those the model is to be used with."""
-    return LONG if finishing or step >= LONG_FROM * steps else SHORT
+    return LONG if step >= LONG_FROM * end else SHORT
 
 
 def rate(step: int, *, steps: int, finish: tuple[int, int] | None) -> float:

@@ -3,7 +3,7 @@
     python -m ops.tiny.train --data DATA --run RUN --steps 3000
 
 Which tokens a step sees depends on seed and step alone, so a run that was stopped goes on as if it had not been. `--finish-at-step`
-brings the learning rate to zero early: from the checkpoint it resumes from, linearly."""
+brings the learning rate to zero early, linearly."""
 
 from __future__ import annotations
 
@@ -105,12 +105,11 @@ def train(options: argparse.Namespace) -> None:
     optimizer = optimizer_for(model)
     begin, stopped = resume(options.run, model, optimizer), Stopped()
     end = options.finish_at_step or options.steps
-    finish = (begin, end) if options.finish_at_step else None
+    finish = (options.finish_from_step or begin, end) if options.finish_at_step else None
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters; steps {begin} to {end}", flush=True)
     window = Window()
     for step in range(begin, end):
-        context = context_at(step, steps=options.steps, finishing=finish is not None)
-        rows, kinds = batch(tokens, step=step, seed=options.seed, context=context)
+        rows, kinds = batch(tokens, step=step, seed=options.seed, context=context_at(step, end=end))
         for group in optimizer.param_groups:
             group["lr"] = rate(step, steps=options.steps, finish=finish)
         entropy, balance = losses(model, torch.from_numpy(rows))
@@ -168,7 +167,8 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--run", type=Path, required=True, help="folder of checkpoints and loss.csv")
     parser.add_argument("--steps", type=int, default=3000, help="length of the schedule")
-    parser.add_argument("--finish-at-step", type=int, help="end there, the learning rate going to zero from the resumed step on")
+    parser.add_argument("--finish-at-step", type=int, help="end there, the learning rate going to zero")
+    parser.add_argument("--finish-from-step", type=int, help="it does so from there on; the resumed step if not given")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()

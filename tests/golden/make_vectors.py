@@ -1,7 +1,7 @@
 """Makes the golden checkpoints and their vectors with transformers. Run once, by hand; the results are committed (README.md).
 
     python -m venv /tmp/golden && /tmp/golden/bin/pip install -r tests/golden/requirements.txt
-    /tmp/golden/bin/python tests/golden/make_vectors.py [NAME ...]
+    /tmp/golden/bin/python -m tests.golden.make_vectors [NAME ...]
 
 Each case becomes models/NAME/{config.json, *.safetensors, vectors.npz}. Weights are random, drawn so that logits spread over several
 units; a seed is taken only if no routing choice and no greedy token is a near tie, so that float32 arithmetic in any order must agree.
@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import reference
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+
+from tests.golden import reference
 
 FOLDER = Path(__file__).parent / "models"
 GREEDY = 24  # tokens of the continuation

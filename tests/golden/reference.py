@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tests.golden import router_reference
+
 Array = NDArray[np.float64]
 GROUP = 32  # columns of a quantisation group (docs/container.md)
 
@@ -32,7 +34,10 @@ class Layer:
     qkv_bias: Array | None = None  # [(heads + 2 kv_heads) * head_dim]
     q_norm: Array | None = None  # [head_dim], before the rotary embedding
     k_norm: Array | None = None
-    router_bias: Array | None = None  # [experts]
+    router_bias: Array | None = None  # [experts], of the logits
+    select_bias: Array | None = None  # [experts], of what is compared
+    expert_scale: Array | None = None  # [experts], of the weights
+    input_scale: Array | None = None  # [hidden]: the router's own norm of the residual stream
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ class Model:
     layers: tuple[Layer, ...]
     interleaved: bool = False  # rotary pairs are (2i, 2i + 1), not (i, i + dims / 2)
     rope_scale: float = 1.0
-    renormalised: bool = True  # a token's weights are a softmax over its experts; else over all experts
+    router: Mapping[str, Any] = field(default_factory=dict)  # the container's object; empty: softmax over the chosen
     # What the engine rounds a product's left side to: role ("backbone", "expert", "head", "kv") -> format. Empty: nothing is rounded.
     rounding: Mapping[str, str] = field(default_factory=dict)
 
@@ -65,8 +70,8 @@ class Forward:
     logits: Array  # [T, vocab]
     experts: NDArray[np.int32]  # [router layers, T, k], by descending score
     weights: Array  # [router layers, T, k]
-    gap: float  # smallest difference of two neighbouring gate logits among the k + 1 largest: below ~1e-4 choices may rightly differ
-    regret: float  # with given routes: by how much a gate logit was passed over, at most; 0 if they are the reference's own
+    gap: float  # smallest difference of two neighbours among the k + 1 largest that are compared: below ~1e-4 choices may rightly differ
+    regret: float  # with given routes: by how much a better one was passed over, at most; 0 if they are the reference's own
 
 
 def forward(model: Model, tokens: Sequence[int] | NDArray[np.int32], *, routes: NDArray[np.int32] | None = None) -> Forward:
@@ -82,26 +87,28 @@ def forward(model: Model, tokens: Sequence[int] | NDArray[np.int32], *, routes: 
         if layer.router is None:
             x = x + _ffn(model, layer, y, np.zeros((len(y), 1), np.int32), np.ones((len(y), 1)))
             continue
-        z = y @ layer.router.T + (0 if layer.router_bias is None else layer.router_bias)
-        ids = _top_k(z, model.top_k) if routes is None else routes[len(experts)]
-        chosen = np.take_along_axis(z, ids, axis=-1)
-        exp_all = np.exp(z - z.max(axis=-1, keepdims=True))
-        w = np.take_along_axis(exp_all, ids, axis=-1)
-        w /= (w if model.renormalised else exp_all).sum(axis=-1, keepdims=True)
+        read = y if layer.input_scale is None else _rmsnorm(x, layer.input_scale, model.eps)
+        z = read @ layer.router.T + (0 if layer.router_bias is None else layer.router_bias)
+        compared, group_gap = _compared(model, layer, z)
+        ids = router_reference.order(compared)[:, : model.top_k] if routes is None else routes[len(experts)]
+        w = router_reference.weights(model.router, z, ids, layer.expert_scale)
         x = x + _ffn(model, layer, y, ids, w)
         experts.append(ids)
         weights.append(w)
-        ordered = -np.sort(-z, axis=-1)
-        gap = min(gap, float(np.min(-np.diff(ordered[:, : model.top_k + 1], axis=-1), initial=np.inf)))
-        regret = max(regret, float(np.max(ordered[:, : model.top_k] - chosen)))
+        ordered = -np.sort(-compared, axis=-1)
+        between = ordered[:, : model.top_k] - np.pad(ordered, ((0, 0), (0, 1)), constant_values=-np.inf)[:, 1 : model.top_k + 1]
+        gap = min(gap, float(between.min()), float(group_gap.min()))
+        regret = max(regret, float(np.max(ordered[:, : model.top_k] - np.take_along_axis(compared, ids, axis=-1))))
     logits = _product(model, "head", _rmsnorm(x, model.final_norm, model.eps), model.head)
     shape = (len(experts), len(x), model.top_k)
     return Forward(logits, np.asarray(experts, np.int32).reshape(shape), np.asarray(weights, np.float64).reshape(shape), gap, regret)
 
 
-def _top_k(z: Array, k: int) -> NDArray[np.int32]:
-    """Indices of the k largest, by descending value, ties to the lower index."""
-    return np.argsort(-z, axis=-1, kind="stable")[:, :k].astype(np.int32)
+def _compared(model: Model, layer: Layer, z: Array) -> tuple[Array, Array]:
+    """What selection compares, and the gap between groups. The logits themselves where that is the same: gaps are then in their units."""
+    if layer.select_bias is None and not router_reference.has_groups(model.router):
+        return z, np.full(len(z), np.inf)
+    return router_reference.choice(model.router, z, layer.select_bias)
 
 
 def _rmsnorm(x: Array, weight: Array, eps: float) -> Array:
@@ -152,10 +159,14 @@ def _attention(model: Model, layer: Layer, x: Array) -> Array:
 
 def _ffn(model: Model, layer: Layer, y: Array, ids: NDArray[np.int32], weights: Array) -> Array:
     out = np.zeros_like(y)
+    at_input = model.router.get("apply_at") == "input"
     for e, (gate, up, down) in enumerate(layer.experts):
         rows, slot = np.nonzero(ids == e)
+        w = weights[rows, slot][:, None]
         g, u = _product(model, "expert", y[rows], gate), _product(model, "expert", y[rows], up)
-        out[rows] += _product(model, "expert", g / (1 + np.exp(-g)) * u, down) * weights[rows, slot][:, None]
+        if at_input:  # the expert reads w y; its products are linear in that
+            g, u = w * g, w * u
+        out[rows] += _product(model, "expert", g / (1 + np.exp(-g)) * u, down) * (1 if at_input else w)
     return out
 
 
@@ -267,7 +278,7 @@ def from_container(path: Path, *, kv_format: str = "f32") -> Model:
             final_norm=get("final_norm"),
             interleaved=arch["rope"]["style"] == "interleaved",
             rope_scale=arch["rope"]["scale"],
-            renormalised=descriptor["router"]["weight"] == "softmax_chosen",
+            router=descriptor["router"],
             layers=tuple(_container_layer(container, arch, formats, f"layers.{i}.") for i in range(arch["layers"])),
             rounding={
                 "backbone": formats["layers.0.qkv"],
@@ -284,11 +295,27 @@ def _container_layer(container: Any, arch: Mapping[str, Any], formats: Mapping[s
 
     heads, kv = arch["heads"] * arch["head_dim"], arch["kv_heads"] * arch["head_dim"]
     q, k, v = np.split(get("qkv"), [heads, heads + kv])
-    router, bias, q_norm, k_norm, router_bias = (
-        get(name) if prefix + name in formats else None for name in ("router", "qkv_bias", "q_norm", "k_norm", "router_bias")
-    )
+    def optional(name: str) -> Array | None:
+        return get(name) if prefix + name in formats else None
+
     experts = []
     for e in range(arch["experts"]):
         gate, up, down = (np.asarray(a, np.float64) for a in container.dequantise(f"{prefix}experts.{e}"))
         experts.append((gate, up, down))
-    return Layer(get("attn_norm"), get("ffn_norm"), q, k, v, get("o"), router, tuple(experts), bias, q_norm, k_norm, router_bias)
+    return Layer(
+        get("attn_norm"),
+        get("ffn_norm"),
+        q,
+        k,
+        v,
+        get("o"),
+        optional("router"),
+        tuple(experts),
+        qkv_bias=optional("qkv_bias"),
+        q_norm=optional("q_norm"),
+        k_norm=optional("k_norm"),
+        router_bias=optional("router_bias"),
+        select_bias=optional("router_select_bias"),
+        expert_scale=optional("router_expert_scale"),
+        input_scale=optional("router_input_scale"),
+    )

@@ -109,7 +109,7 @@ def featured(draw: st.DrawFn) -> ModelShape:
         qk_norm=draw(st.booleans()),
         qkv_bias=draw(st.booleans()),
         router_bias=draw(st.booleans()),
-        router_weight=draw(st.sampled_from(["softmax_chosen", "unbiased_score"])),
+        router={"weight": draw(st.sampled_from(["softmax_chosen", "unbiased_score"]))},
     )
 
 

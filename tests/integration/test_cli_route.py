@@ -12,16 +12,10 @@ from pathlib import Path
 import pytest
 
 from ops.cli import run
-from ops.models import resolve
 
 CLI = [sys.executable, "-m", "ops.cli"]
 DEADLINE = 30.0
 DAMPING = "capacity,capacity_factor=1,margin=100"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return resolve("tiny", cache=tmp_path_factory.mktemp("cache")).path
 
 
 @pytest.fixture(scope="module")
@@ -30,10 +24,10 @@ def runtime(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def target(model: Path, runtime: Path) -> Iterator[str]:
+def target(tiny_model: Path, runtime: Path) -> Iterator[str]:
     """A server, and where to find it."""
     socket = runtime / "s"
-    command = [*CLI, "serve", str(model), "--unix-socket", str(socket), "--operator-socket", str(runtime / "operators")]
+    command = [*CLI, "serve", str(tiny_model), "--unix-socket", str(socket), "--operator-socket", str(runtime / "operators")]
     options = ["--workers-per-node", "0", "--kv-memory", "64MiB", "--name", "served"]
     process = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True)
     try:
@@ -60,9 +54,9 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
     return code, captured.err.splitlines()[-1]
 
 
-def test_a_server_and_a_file_give_the_same_routes(target: str, model: Path) -> None:
+def test_a_server_and_a_file_give_the_same_routes(target: str, tiny_model: Path) -> None:
     asked = json.loads(done("route", "Hello there", "--target", target, "--json"))
-    here = json.loads(done("route", "--model", str(model), "--json", text="Hello there"))
+    here = json.loads(done("route", "--model", str(tiny_model), "--json", text="Hello there"))
     assert asked.pop("model") == "served"
     assert here.pop("model") != "served"
     assert asked == here
@@ -140,8 +134,8 @@ def test_bad_usage_is_one_line(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_the_model_refuses_is_one_line(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+def test_what_the_model_refuses_is_one_line(capsys: pytest.CaptureFixture[str], tiny_model: Path) -> None:
     for arguments, named in ((["x", "--layer", "9"], "layers[0]"), (["--tokens", "512"], "tokens.ids[0]"), ([""], "text")):
-        code, line = refused(capsys, "route", *arguments, "--model", str(model))
+        code, line = refused(capsys, "route", *arguments, "--model", str(tiny_model))
         assert code == 1
         assert named in line

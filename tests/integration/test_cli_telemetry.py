@@ -121,7 +121,7 @@ def test_rebalancing_one_node_is_answered_with_a_sentence(served: Process, folde
     for arguments in (["--dry-run"], [], ["--replicas", "2"]):
         lines = done("rebalance", *arguments, "--operator", f"unix:{folder}/operators").stdout.splitlines()
         assert len(lines) == 1
-        assert lines[0].startswith("nothing to place: ")
+        assert "nothing to place" in lines[0]
     message = json.loads(done("rebalance", "--dry-run", "--json", "--operator", f"unix:{folder}/operators").stdout)
     assert (message["moves"], message["done"]) == ([], False)
 

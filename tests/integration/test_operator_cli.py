@@ -7,6 +7,7 @@ import os
 import pty
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -98,6 +99,7 @@ def test_workers_are_scaled_drained_and_restarted(served: subprocess.Popen[str],
     after = json.loads(done(runtime, "restart-worker", str(before["index"]), "--json"))["worker"]
     assert after["pid"] != before["pid"]
     assert "no worker 77" in failed(runtime, "restart-worker", "77")
+    assert "256 threads in all workers are asked for, there is room for " in failed(runtime, "scale", "--workers", "128", "--threads", "2")
     assert "no node 77" in failed(runtime, "scale", "--node", "77", "--workers", "1")
     assert call(runtime, "scale").returncode == 2
     assert call(runtime, "drain").returncode == 2
@@ -194,6 +196,17 @@ def test_a_socket_left_by_a_dead_server_is_said(model: Path, tmp_path: Path) -> 
     process.communicate()
     (socket,) = (tmp_path / "colibri").iterdir()
     assert "refused" in failed(tmp_path, "workers", "--operator", str(socket))
+
+
+def test_operators_address_that_is_taken_is_said_before_a_model_is_loaded(model: Path, tmp_path: Path) -> None:
+    files = [tmp_path / f"{name}.pem" for name in ("cert", "key", "ca")]
+    for path in files:
+        path.write_text("-----BEGIN CERTIFICATE-----\n")
+    options = [option for path in files for option in (f"--operator-{path.stem}", str(path))]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        error = failed(tmp_path, "serve", str(model), "--port", "0", "--operator-address", address, *options)
+    assert f"operators cannot be served on {address}: Address already in use" in error
 
 
 def test_unknown_variables_are_warned_of(model: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 import urllib.request
@@ -216,6 +217,13 @@ def test_a_name_that_is_taken_is_refused(operated: Operating, models: tuple[Path
     assert (error.code(), reason(error)) == (grpc.StatusCode.ALREADY_EXISTS, "MODEL_NAME_TAKEN")
 
 
+def test_the_word_for_the_default_model_is_no_name(operated: Operating, models: tuple[Path, Path]) -> None:
+    error = refused(lambda: operated.load(models[1], "default"))
+    assert fields_at_fault(error) == ["name"]
+    assert "means the default model" in error.details()
+    assert set(operated.models()) == {"one"}
+
+
 @pytest.mark.parametrize("damage", ["missing", "empty", "cut", "torn", "text", "relative"])
 def test_a_file_that_is_no_model_is_refused_and_leaves_nothing(
     operated: Operating, models: tuple[Path, Path], tmp_path: Path, damage: str
@@ -321,6 +329,19 @@ def test_an_operator_who_leaves_does_not_stop_what_it_began(operated: Operating,
     until(lambda: "two" in operated.models(), "it has begun")
     call.cancel()
     until(lambda: operated.models()["two"].state == op.MODEL_STATE_READY, "it is there all the same")
+
+
+def test_an_operator_who_leaves_the_queue_takes_its_wish_along(operated: Operating, models: tuple[Path, Path]) -> None:
+    host, loop = operated.serving.server.host, operated.serving.loop
+    asyncio.run_coroutine_threadsafe(host._one_load.acquire(), loop).result(PATIENCE)
+    request = op.LoadModelRequest(path=str(models[1]), name="two", kv_memory=16 << 20)
+    call = operated.stub.LoadModel.future(request, timeout=PATIENCE)
+    until(lambda: host._changes, "it waits for its turn")
+    call.cancel()
+    until(lambda: not host._changes, "its wish is dropped")
+    loop.call_soon_threadsafe(host._one_load.release)
+    operated.load(models[1], "three")
+    assert set(operated.models()) == {"one", "three"}
 
 
 def test_a_server_stops_cleanly_with_several_models_and_requests(models: tuple[Path, Path], tmp_path: Path) -> None:

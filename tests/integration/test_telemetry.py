@@ -133,7 +133,7 @@ def test_on_one_node_there_is_nothing_to_balance_and_that_is_said_in_a_sentence(
         pytest.skip("NOT TESTED: rebalancing on one node. This machine has several")
     ask(operated.serving, seed=9)
     response = operated.stub.Rebalance(op.RebalanceRequest(dry_run=dry_run), timeout=PATIENCE)
-    assert response.reason.startswith("nothing to place: ")
+    assert "nothing to place" in response.reason
     assert (response.done, response.bytes, len(response.moves), len(response.copies), len(response.dropped)) == (False, 0, 0, 0, 0)
     assert response.max_over_mean_before == response.max_over_mean_after == 1.0
 

@@ -78,10 +78,10 @@ def test_unsupported_setting_is_named(tmp_path: Path, changes: dict[str, Any], s
 
 
 def test_size_beyond_the_engine_is_refused(tmp_path: Path) -> None:
-    small = replace(MIXTRAL, experts=70, top_k=65, hidden=32, ffn=16)
+    small = replace(MIXTRAL, head_dim=1026, heads=1, kv_heads=1)
     says = refused(write_folder(tmp_path / "src", small), tmp_path / "out.colibri")
     assert "the engine does not accept the model" in says
-    assert "65" in says
+    assert "arch.head_dim" in says
 
 
 def test_tensor_nobody_reads_is_refused(tmp_path: Path) -> None:
@@ -226,7 +226,16 @@ def test_wrong_arguments_are_named(tmp_path: Path) -> None:
         (lambda table: table["tensors"].update(q={"nam": "x"}), "tensors.q is neither"),
         (lambda table: table["tensors"].update(q={"name": "x", "half": "third"}), "half is first or second"),
         (lambda table: table["tensors"].pop("router"), "needs a router tensor"),
-        (lambda table: table["router"].update(score="sigmoid"), "no router with score 'sigmoid'"),
+        (lambda table: table["router"].update(score="tanh"), "no such router: router.score is 'tanh'; the engine runs: softmax_all"),
+        (lambda table: table["router"].update(sel_bias=True), "router.sel_bias is no part of a router; those are score, weight, n_group"),
+        (lambda table: table["router"].update(n_group=2, topk_group=1), "router.n_group is 2, which does not divide the 5 experts"),
+        (lambda table: table["router"].update(scale={"value": 2}), "router.scale is neither a value nor an object"),
+        (lambda table: table["router"].update(scale={"keys": ["routed_scaling_factor"]}), "the setting routed_scaling_factor is missing"),
+        (lambda table: table["router"].update(scale={"keys": ["hidden_act"]}), "hidden_act is 'silu', wanted a number"),
+        (lambda table: table["router"].update(score={"key": "scoring_func", "sigmoid": "sigmoid"}), "the setting scoring_func is missing"),
+        (lambda table: table["router"].update(score={"key": "hidden_act", "gelu": "sigmoid"}), "hidden_act is 'silu', which the engine"),
+        (lambda table: table["router"].update(input="residual"), "router.input is residual if and only if tensors.router_input_scale"),
+        (lambda table: table["tensors"].update(router_bias={"name": "x", "times": "2"}), "times is rsqrt_hidden, not '2'"),
         (lambda table: table.update(require=[1]), "a requirement is an object"),
     ],
 )
@@ -238,4 +247,4 @@ def test_faulty_table_is_named(tmp_path: Path, change: Callable[[dict[str, Any]]
     source = write_folder(tmp_path / "src", MIXTRAL)
     message = refused(source, tmp_path / "out.colibri", descriptor=path)
     assert says in message
-    assert "table.json" in message
+    assert "table.json" in message or str(source) in message

@@ -24,7 +24,7 @@ VARIANTS = {
     "window": replace(TINY, sliding_window=5),
     "tied": replace(TINY, tied=True),
     "norms and biases": replace(TINY, qk_norm=True, qkv_bias=True, router_bias=True),
-    "unrenormalised": replace(TINY, router_weight="unbiased_score"),
+    "unrenormalised": replace(TINY, router={"weight": "unbiased_score"}),
     "interleaved": replace(TINY, rope_style="interleaved", rope_dims=16),
     "small vocabulary": replace(TINY, vocab=33),
     "many experts": replace(TINY, experts=40, top_k=8),

@@ -119,6 +119,12 @@ def test_the_rate_warms_up_falls_and_can_be_brought_to_zero_early() -> None:
     assert early[600] == 0.0
 
 
+def test_windows_are_long_at_the_end() -> None:
+    lengths = [schedule.context_at(step, end=100) for step in range(100)]
+    assert lengths == [schedule.SHORT] * 80 + [schedule.LONG] * 20
+    assert schedule.batch(tokens(), step=0, seed=1, context=schedule.LONG)[0].shape == (2, 1025)
+
+
 def test_load_is_1_when_even_and_experts_over_k_when_always_the_same() -> None:
     assert load_ratio(np.arange(8, dtype=np.int32).reshape(4, 2), 8) == 1.0
     assert load_ratio(np.tile(np.array([[3, 5]], np.int32), (10, 1)), 8) == 4.0

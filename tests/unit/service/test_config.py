@@ -52,7 +52,7 @@ def test_damping_is_a_kind_with_numbers_and_a_scope() -> None:
     assert ServeConfig().default_damping is None
     environ = {"COLIBRI_DAMPING": "heat,margin=0.5", "COLIBRI_DAMPING_SCOPE": "batch"}
     assert ServeConfig.from_env(environ).default_damping == Damping("heat", scope="batch", margin=0.5)
-    assert ServeConfig(damping="capacity").default_damping == Damping("capacity", scope="sequence")
+    assert ServeConfig(damping="reuse").default_damping == Damping("reuse", scope="batch")
 
 
 @pytest.mark.parametrize(

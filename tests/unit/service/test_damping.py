@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from engine_c import Damping
-from service.damping import NUMBERS, DampingError, describe_damping, make_damping, parse_damping
+from service.damping import NUMBERS, RECOMMENDED, DampingError, describe_damping, make_damping, parse_damping
 
 
 @pytest.mark.parametrize(
@@ -14,7 +16,11 @@ from service.damping import NUMBERS, DampingError, describe_damping, make_dampin
         ("off", "", None),
         ("heat", "", Damping("heat", scope="sequence")),
         ("heat", "batch", Damping("heat", scope="batch")),
-        ("capacity,capacity_factor=1.5,margin=0.25", "", Damping("capacity", scope="sequence", capacity_factor=1.5, margin=0.25)),
+        (
+            "capacity,capacity_factor=1.5,decay=0.9,margin=0.25",
+            "",
+            Damping("capacity", scope="sequence", capacity_factor=1.5, decay=0.9, margin=0.25),
+        ),
         (
             "heat, threshold=5, growth=3, decay=0, max_rerouted=0.1",
             "",
@@ -82,6 +88,14 @@ def test_the_ends_of_the_ranges_are_taken() -> None:
         damping = make_damping("heat", numbers=numbers)
         assert damping is not None
         assert {name: getattr(damping, name) for name in NUMBERS} == numbers
+
+
+def test_recommended_numbers_are_taken_where_none_are_given() -> None:
+    for (kind, scope), numbers in RECOMMENDED.items():
+        damping = make_damping(kind, scope=scope, numbers={})
+        assert damping is not None
+        assert {name: getattr(damping, name) for name in numbers} == numbers
+        assert make_damping(kind, scope=scope, numbers={"decay": 0.125}) == replace(damping, decay=0.125)
 
 
 def test_a_description_has_the_numbers_its_kind_uses() -> None:

@@ -217,7 +217,7 @@ def test_draining_the_last_that_computes_is_refused() -> None:
 
 def test_more_lanes_than_there_is_room_for_are_refused() -> None:
     before = plan_team(machine(2))
-    with pytest.raises(PlanError, match=r"1 more worker lanes do not fit, there is room for 0: ask for fewer workers or threads"):
+    with pytest.raises(PlanError, match=r"18 threads in all workers are asked for, there is room for 17, fixed at the start: ask"):
         plan_team(machine(2), default=NodeWish(before.max_lanes + 1, 1), previous=before)
 
 
