@@ -1,4 +1,4 @@
-"""What damping.h says, word by word and slowly: the policies over one layer's scores, in numpy's float32 with every operation rounded alone.
+"""What damping.h says, word by word and slowly: the policies over one layer's scores, in float32 with every operation rounded alone.
 
 Independent of the engine's code: no table of best moves is kept, each is looked for anew among all.
 """
