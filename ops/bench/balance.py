@@ -21,9 +21,9 @@ from ops.bench.balance_stats import perplexity, queues
 from ops.bench.balance_traffic import CONTEXT, MIXED, SHIFTING, STEPS, STREAMS, Texts, Traffic, load_texts, make_traffic, names
 from ops.bench.measure import describe_machine
 
-CURVE = 4
+CURVE = 3
 """Settings of a policy and scope that all kinds of traffic are run with."""
-MOST_LOSS = 0.04
+MOST_LOSS = 0.03
 """More is of no interest."""
 NODES = (2, 4)
 REPLICAS = (0, 1)

@@ -115,7 +115,7 @@ def cost(case: Case, traffic: str) -> float:
 
 
 def score(case: Case, traffic: str) -> float:
-    """What it is for, less being better: how much larger the variances of queues and of the longest queue are, the one that is lowered less;
+    """What it is for, less being better: how much larger the variances of queues and of the longest queue are, that which is lowered less;
     with reuse, the number of experts in use."""
     found = case.judgements[traffic]
     return found.queue.active / found.undamped.active - 1 if case.damping.kind == "reuse" else max(found.variance, found.longest_variance)

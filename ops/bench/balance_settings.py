@@ -3,24 +3,39 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import fields
 
 from engine_c import Damping
 from ops.bench.measure import BenchError
 
-GROUPS = (("heat", "sequence"), ("heat", "batch"), ("capacity", "sequence"), ("capacity", "batch"), ("reuse", "batch"))
-"""Every (policy, scope) there is."""
-
 USED = {
-    "heat": ("threshold", "growth", "decay", "margin", "max_rerouted"),
-    "capacity": ("capacity_factor", "decay", "margin", "max_rerouted"),
-    "reuse": ("margin", "max_rerouted"),
+    ("heat", "sequence"): ("threshold", "growth", "decay", "margin", "max_rerouted"),
+    ("heat", "batch"): ("growth", "margin", "max_rerouted"),
+    ("capacity", "sequence"): ("capacity_factor", "decay", "margin", "max_rerouted"),
+    ("capacity", "batch"): ("capacity_factor", "margin", "max_rerouted"),
+    ("reuse", "batch"): ("margin", "max_rerouted"),
 }
-"""The numbers each policy looks at. capacity looks at decay in scope sequence only."""
+"""The numbers that count."""
 
-_MARGINS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 4.0)
+_GRIDS: dict[tuple[str, str], tuple[dict[str, tuple[float, ...]], ...]] = {
+    ("heat", "sequence"): (
+        {"decay": (0.9, 0.95), "growth": (1.01, 1.02, 1.03, 1.05, 1.1), "margin": (4.0,)},
+        {"decay": (0.9,), "growth": (1.03, 1.1), "margin": (0.5, 1.0)},
+    ),
+    ("heat", "batch"): (
+        {"growth": (1.05, 1.1, 1.17, 1.25, 1.4, 1.6, 2.0), "margin": (1.0, 4.0)},
+        {"growth": (1.25, 1.6), "margin": (4.0,), "max_rerouted": (0.1, 0.2)},
+    ),
+    ("capacity", "sequence"): ({"decay": (0.95, 0.98), "capacity_factor": (2.0, 3.0), "margin": (0.25, 0.5, 1.0)},),
+    ("capacity", "batch"): (
+        {"capacity_factor": (1.0, 1.25, 1.5, 1.75, 2.0), "margin": (0.5, 1.0, 4.0)},
+        {"capacity_factor": (1.0,), "margin": (0.25,)},
+    ),
+    ("reuse", "batch"): ({"margin": (0.15, 0.3, 0.4, 0.5, 0.7, 1.0)}, {"margin": (1.0,), "max_rerouted": (0.1, 0.2)}),
+}
 
+GROUPS = tuple(USED)
+"""Every (policy, scope) there is."""
 
 RECOMMENDED = (
     Damping("heat", scope="sequence", margin=1.0),
@@ -32,31 +47,21 @@ RECOMMENDED = (
 
 def sweep(policy: str, scope: str) -> list[Damping]:
     """What is tried of a policy."""
-    return [parse_setting(policy, scope, **numbers) for numbers in _grid(policy, scope)]
-
-
-def _grid(policy: str, scope: str) -> Iterator[dict[str, float]]:
-    if policy == "heat":
-        axes = {"margin": _MARGINS, "decay": (0.5, 0.8), "max_rerouted": (0.1, 0.25, 1.0)}
-    elif policy == "capacity" and scope == "sequence":
-        axes = {"margin": _MARGINS, "capacity_factor": (1.25, 1.5, 2.0, 3.0), "decay": (0.5, 0.9)}
-    elif policy == "capacity":
-        axes = {"margin": _MARGINS, "capacity_factor": (1.0, 1.25, 1.5, 2.0), "max_rerouted": (0.1, 0.25, 1.0)}
-    else:
-        axes = {"margin": _MARGINS, "max_rerouted": (0.1, 0.25, 0.5, 1.0)}
-    for values in itertools.product(*axes.values()):
-        yield dict(zip(axes, values, strict=True))
+    points = [dict(zip(axes, values, strict=True)) for axes in _GRIDS[policy, scope] for values in itertools.product(*axes.values())]
+    return [parse_setting(policy, scope, **numbers) for numbers in points]
 
 
 def parse_setting(policy: str, scope: str, **numbers: float) -> Damping:
     """A policy with some of its numbers, the others being the engine's defaults. BenchError names what is wrong."""
-    types = {field.name: int if field.type == "int" else float for field in fields(Damping)}
-    for name in numbers:
-        if name not in USED.get(policy, (name,)):
-            raise BenchError(f"{policy} has no {name}; it has {', '.join(USED[policy])}")
+    if (policy, scope) not in USED:
+        raise BenchError(f"there is no {policy}/{scope}, only {', '.join(map('/'.join, USED))}")
+    if strange := [name for name in numbers if name not in USED[policy, scope]]:
+        raise BenchError(f"{policy}/{scope} has no {strange[0]}; it has {', '.join(USED[policy, scope])}")
+    whole = {field.name for field in fields(Damping) if field.type == "int"}
+    values = {name: int(value) if name in whole else value for name, value in numbers.items()}
     try:
-        return Damping(policy, scope=scope, **{name: types[name](value) for name, value in numbers.items()})  # type: ignore[arg-type]
-    except (ValueError, KeyError) as cause:
+        return Damping(policy, scope=scope, **values)  # type: ignore[arg-type]
+    except ValueError as cause:
         raise BenchError(f"setting {policy}/{scope}: {cause}") from cause
 
 
@@ -80,6 +85,5 @@ def write_setting(damping: Damping) -> str:
 
 
 def numbers_of(damping: Damping) -> dict[str, float]:
-    """Those its policy looks at."""
-    unused = {"decay"} if (damping.kind, damping.scope) == ("capacity", "batch") else set()
-    return {name: getattr(damping, name) for name in USED[damping.kind] if name not in unused}
+    """Those that count."""
+    return {name: getattr(damping, name) for name in USED[damping.kind, damping.scope]}

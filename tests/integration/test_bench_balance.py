@@ -148,8 +148,8 @@ def test_the_command_judges_and_names_what_it_cannot(tiny_model: Path, folder: P
     shown = bench(*small, "--setting", "capacity/sequence,margin=2", "--traffic", "mixed")
     assert "capacity/sequence" in shown.stdout
     for wrong, sentence in (
-        (("--setting", "reuse/sequence"), "scope"),
-        (("--setting", "heat/batch,warmth=3"), "heat has no warmth"),
+        (("--setting", "reuse/sequence"), "no reuse/sequence"),
+        (("--setting", "heat/batch,warmth=3"), "heat/batch has no warmth"),
         (("--setting", "heat/batch,margin"), "is not NAME=NUMBER"),
         (("--traffic", "poems"), "no traffic 'poems'"),
         (("--policies", "cold"), "--policies cold"),
