@@ -155,6 +155,7 @@ class Hosted:
     async def close(self) -> None:
         """Ends the engine and the workers and frees everything. Requests that are left get no more news."""
         self.closing = True
+        await self.stop_moving()
         await self._unused.wait()
         # A step must have ended before the session may be freed; one that never does is left to the end of the process.
         if not await asyncio.to_thread(self.engine.stop):
@@ -162,6 +163,10 @@ class Hosted:
             os._exit(1)
         self.metrics.forget()
         await asyncio.to_thread(self.team.close)
+
+    async def stop_moving(self) -> None:
+        """Lets the experts lie where they do from now on; a rebalancing under way ends soon."""
+        await asyncio.to_thread(self.team.stop_moving)
 
     # ------------------------------------------------------------ health and numbers
 

@@ -171,6 +171,8 @@ class ModelHost:
     async def close(self) -> None:
         """Closes all models, once the changes under way have come to their end."""
         self._draining = True
+        for hosted in self.models:
+            await hosted.stop_moving()
         if self._changes:
             await asyncio.wait(self._changes)
         for hosted in reversed(self.models):

@@ -202,6 +202,10 @@ class Team:
         load = self._counts() if load is None else load
         return self._rebalancer.rebalance(load, dry_run=dry_run, replicas=replicas, min_gain=min_gain, timeout=timeout)
 
+    def stop_moving(self) -> None:
+        """Lets experts lie where they do from now on: a rebalancing that is under way ends soon, which is waited for. From any thread."""
+        self._rebalancer.close()
+
     def _counts(self) -> list[list[float]]:
         counts: list[list[float]] = self.session.expert_counts().astype(float).tolist()
         return counts
@@ -237,7 +241,7 @@ class Team:
 
     def close(self) -> None:
         """Drains and ends the workers, then frees everything. No step may be running."""
-        self._rebalancer.close()
+        self.stop_moving()
         if self._keeper is not None:
             self._keeper.close()
         self.supervisor.stop()
