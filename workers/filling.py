@@ -11,7 +11,6 @@ import contextlib
 import ctypes
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -52,17 +51,10 @@ def pieces(extents: Sequence[Extent]) -> Iterator[tuple[int, int]]:
 
 
 class Filling:
-    """One copy of a file into the descriptors `fds`, by node; -1 is no node in particular. degraded: what the kernel refused.
+    """One copy of a file into the descriptors `fds`, by node; -1 is no node in particular. degraded: what the kernel refused."""
 
-    rest: after each piece a thread does nothing for so many times as long as that took, and each node has one thread: for copies made
-    beside requests.
-    """
-
-    def __init__(
-        self, file: int, size: int, fds: Mapping[int, int], extents: Sequence[Extent], topology: Topology, *, rest: float = 0.0
-    ) -> None:
+    def __init__(self, file: int, size: int, fds: Mapping[int, int], extents: Sequence[Extent], topology: Topology) -> None:
         self.degraded: tuple[str, ...] = ()
-        self._rest = rest
         self._file = file
         self._size = size
         self._fds = fds
@@ -91,7 +83,7 @@ class Filling:
     def _threads(self, node: int, address: int) -> list[threading.Thread]:
         todo = deque(pieces([extent for extent in self._extents if extent.node == node]))
         cpus = self._cpus.get(node) or ()
-        count = min(1 if self._rest else THREADS, len(cpus or self._any_cpus), len(todo))
+        count = min(THREADS, len(cpus or self._any_cpus), len(todo))
         return [threading.Thread(target=self._work, args=(node, address, cpus, todo), name=f"colibri-fill-{node}") for _ in range(count)]
 
     def _wait_for(self, threads: Sequence[threading.Thread]) -> None:
@@ -117,10 +109,8 @@ class Filling:
                     begin, end = todo.popleft()
                 except IndexError:
                     return
-                began = time.monotonic()
                 self._make_huge(node, address, begin, end)
                 self._read(address, begin, end)
-                time.sleep(self._rest * (time.monotonic() - began))
         except BaseException as error:  # of whatever kind: the thread that waits raises it
             self._error = error
 

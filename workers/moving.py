@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import os
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from engine_c import Part
 from workers import numa
-from workers.filling import FillError, Filling
 from workers.layout import Expert
-from workers.mapping import HUGE_PAGE, MADV_POPULATE_READ, advise, mapped
+from workers.mapping import HUGE_PAGE, MADV_COLLAPSE, MADV_POPULATE_READ, advise, mapped
 from workers.parts import SEALS
 from workers.placement import PAGE, Extent
-from workers.topology import Topology
 
 CHUNK = HUGE_PAGE
 """Bytes moved by one system call: meanwhile this process can't map memory, and who reads these pages waits."""
-REST = 1.0
-"""After each chunk nothing is done for so many times as long as it took."""
+REST = 4.0
+"""After each chunk nothing is done for so many times as long as it took: lanes want the CPU and the memory."""
 LEAST = 0.95
 """Of the pages, how many must have arrived."""
 
@@ -65,18 +65,11 @@ def _rounded(at: int, filled: Sequence[Extent]) -> int:
 
 def move(parts: Sequence[Part], source: int, target: int, *, rest: Callable[[float], object] = time.sleep) -> None:
     """Moves the pages of parts from one node to another. MoveError: they are, as far as the machine lets, back on the first."""
-    refused = ""
     for part in parts:
-        refused = refused or _move(part, target, rest)
-    if not refused:
-        found = [_on_node(part, target) for part in parts]
-        missing = sum(part.bytes - got for part, got in zip(parts, found, strict=True) if got is not None)
-        if missing > (1 - LEAST) * sum(part.bytes for part in parts):
-            refused = f"{missing} bytes did not arrive on node {target}"
-    if refused:
-        for part in parts:
-            _move(part, source, rest)
-        raise MoveError(refused)
+        if refused := _move(part, target, rest):
+            for moved in parts:
+                _move(moved, source, rest)
+            raise MoveError(refused)
 
 
 def _move(part: Part, node: int, rest: Callable[[float], object]) -> str:
@@ -88,36 +81,58 @@ def _move(part: Part, node: int, rest: Callable[[float], object]) -> str:
             began = time.monotonic()
             stop = min(end, at // CHUNK * CHUNK + CHUNK)
             advise(base + at, stop - at, MADV_POPULATE_READ)
-            if refused := numa.move_memory(base + at, stop - at, node):
+            if refused := numa.move_memory(base + at, stop - at, node) or _astray(base + at, stop - at, node):
                 return refused
             rest((time.monotonic() - began) * REST)
             at = stop
     return ""
 
 
-def _on_node(part: Part, node: int) -> int | None:
-    """Bytes of a part that the kernel says are on a node; None if it says nothing."""
-    with mapped(part.fd, part.bytes, writable=False, offset=part.offset) as address:
-        advise(address, part.bytes, MADV_POPULATE_READ)
-        use = numa.memory_use(address)
-    return None if use is None else min(part.bytes, use.bytes_on.get(node, 0))
+def _astray(address: int, length: int, node: int) -> str:
+    """What is wrong if not nearly all of these pages are on a node; "" also if the kernel does not say."""
+    found = numa.pages_elsewhere(address, length, PAGE, node)
+    if found is None or found[0] <= (1 - LEAST) * found[1]:
+        return ""
+    return f"{found[0]} of {found[1]} pages did not get to node {node}"
 
 
-def copy(source: Part, size: int, node: int, topology: Topology) -> tuple[Part, tuple[str, ...]]:
+def copy(source: Part, size: int, node: int, cpus: Sequence[int], *, rest: Callable[[float], object] = time.sleep) -> tuple[Part, str]:
     """A sealed copy of a part in a node's memory, in a memory file of the container's `size` with the bytes at the same offset, and what
-    was refused on the way. The descriptor is the caller's. MoveError."""
+    was refused on the way. cpus: the node's. The descriptor is the caller's. MoveError."""
     fd = os.memfd_create(f"colibri:expert-at-{source.offset}:node{node}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, size)
-        filling = Filling(source.fd, size, {node: fd}, (Extent(node, source.offset, source.bytes),), topology, rest=REST)
-        (share,) = filling.run()
-        if share.on_node is not None and share.on_node < LEAST * share.bytes:
-            raise MoveError(next(iter(filling.degraded), f"the copy does not lie on node {node}"))
+        # On a thread of its own, which can keep to the node's CPUs: where memory policies are refused, the first to touch a page decides.
+        with ThreadPoolExecutor(1, thread_name_prefix="colibri-copy") as pool:
+            refused = pool.submit(_fill, fd, source, node, cpus, rest).result()
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
-    except (FillError, OSError) as refusal:
+    except OSError as refusal:
         os.close(fd)
-        raise MoveError(f"no copy could be made on node {node}: {refusal}") from refusal
+        raise MoveError(f"no copy could be made on node {node}: {refusal.strerror}") from refusal
     except BaseException:
         os.close(fd)
         raise
-    return Part(fd, node, source.offset, source.bytes), filling.degraded
+    return Part(fd, node, source.offset, source.bytes), refused
+
+
+def _fill(fd: int, source: Part, node: int, cpus: Sequence[int], rest: Callable[[float], object]) -> str:
+    if cpus:
+        numa.run_on(cpus)
+    shift = source.offset % HUGE_PAGE
+    with mapped(fd, shift + source.bytes, writable=True, offset=source.offset - shift) as base:
+        refused = numa.bind_memory(base, shift + source.bytes, node)
+        at, end = shift, shift + source.bytes
+        while at < end:
+            began = time.monotonic()
+            stop = min(end, at // CHUNK * CHUNK + CHUNK)
+            if stop - at == HUGE_PAGE:
+                ctypes.c_char.from_address(base + at).value = b"\0"
+                advise(base + at, HUGE_PAGE, MADV_COLLAPSE)
+            into = (ctypes.c_char * (stop - at)).from_address(base + at)
+            if os.preadv(source.fd, [into], source.offset - shift + at) != stop - at:
+                raise MoveError(f"the expert at byte {source.offset} can't be read")
+            if astray := _astray(base + at, stop - at, node):
+                raise MoveError(refused or astray)
+            rest((time.monotonic() - began) * REST)
+            at = stop
+    return refused

@@ -218,9 +218,10 @@ class Rebalancer:
     def _replicate(self, replica: ExpertReplica) -> None:
         wanted = self._range(replica.layer, replica.expert)
         (source,) = within(self._image.base_parts(None), wanted.offset, wanted.bytes)
-        part, refused = copy(source, self._image.bytes, replica.node, self._topology)
-        for text in refused:
-            self._refuse(f"copies of experts: {text}")
+        cpus = next((node.cpus for node in self._topology.nodes if node.id == replica.node), ())
+        part, refused = copy(source, self._image.bytes, replica.node, cpus, rest=self._closing.wait)
+        if refused:
+            self._refuse(f"copies of experts: {refused}")
 
         def add() -> Sequence[Part]:
             self._image.add_replica(replica.node, part)

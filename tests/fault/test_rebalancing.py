@@ -32,7 +32,7 @@ LOADS = [[1000.0, 10.0, 10.0, 10.0, 10.0, 10.0, 10.0, 400.0]] * 64
 @pytest.fixture(autouse=True)
 def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Node MISSING is taken for node 0 in what the kernel is asked, and node 0's memory for its own."""
-    call, use = numa._call, numa.memory_use
+    call, use, pages = numa._call, numa.memory_use, numa.pages_elsewhere
 
     def ask(name: str, address: int | None, length: int | None, mode: int, node: int, *, flags: int = 0) -> str:
         return call(name, address, length, mode, 0 if node == MISSING else node, flags=flags)
@@ -41,8 +41,14 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
         found = use(address, path)
         return None if found is None else MemoryUse(found.policy, {**found.bytes_on, MISSING: found.bytes_on.get(0, 0)})
 
+    def count(address: int, length: int, page: int, node: int) -> tuple[int, int] | None:
+        found = pages(address, length, page, 0 if node == MISSING else node)
+        assert found is not None
+        return found
+
     monkeypatch.setattr(numa, "_call", ask)
     monkeypatch.setattr(numa, "memory_use", look)
+    monkeypatch.setattr(numa, "pages_elsewhere", count)
 
 
 def loads(team: Team) -> list[list[float]]:
