@@ -19,19 +19,18 @@ USED = {
 
 _GRIDS: dict[tuple[str, str], tuple[dict[str, tuple[float, ...]], ...]] = {
     ("heat", "sequence"): (
-        {"decay": (0.9, 0.95), "growth": (1.01, 1.02, 1.03, 1.05, 1.1), "margin": (4.0,)},
-        {"decay": (0.9,), "growth": (1.03, 1.1), "margin": (0.5, 1.0)},
+        {"decay": (0.9,), "growth": (1.05, 1.1, 1.2, 1.4, 1.8)},
+        {"decay": (0.95,), "growth": (1.1, 1.2, 1.4, 1.8)},
+        {"decay": (0.9,), "growth": (1.1, 1.4), "threshold": (0,)},
     ),
     ("heat", "batch"): (
-        {"growth": (1.05, 1.1, 1.17, 1.25, 1.4, 1.6, 2.0), "margin": (1.0, 4.0)},
-        {"growth": (1.25, 1.6), "margin": (4.0,), "max_rerouted": (0.1, 0.2)},
+        {"growth": (1.05, 1.1, 1.2, 1.3, 1.4, 1.6, 2.0, 3.0)},
+        {"growth": (1.2, 1.6), "margin": (0.5, 1.0)},
+        {"growth": (1.4,), "max_rerouted": (0.1, 0.2)},
     ),
     ("capacity", "sequence"): ({"decay": (0.95, 0.98), "capacity_factor": (2.0, 3.0), "margin": (0.25, 0.5, 1.0)},),
-    ("capacity", "batch"): (
-        {"capacity_factor": (1.0, 1.25, 1.5, 1.75, 2.0), "margin": (0.5, 1.0, 4.0)},
-        {"capacity_factor": (1.0,), "margin": (0.25,)},
-    ),
-    ("reuse", "batch"): ({"margin": (0.15, 0.3, 0.4, 0.5, 0.7, 1.0)}, {"margin": (1.0,), "max_rerouted": (0.1, 0.2)}),
+    ("capacity", "batch"): ({"capacity_factor": (1.0, 1.25, 1.5, 1.75, 2.0), "margin": (0.5, 1.0, 2.0)},),
+    ("reuse", "batch"): ({"margin": (0.15, 0.3, 0.4, 0.5, 0.7, 1.0)},),
 }
 
 GROUPS = tuple(USED)
