@@ -1,6 +1,6 @@
 """Writes docs/balance.md from reports: `python -m ops.bench.balance_doc > docs/balance.md`; its picture: `--picture docs/images/balance`.
 
-    colibri bench balance MODEL --texts FOLDER --json > docs/data/balance.json
+    colibri bench balance MODEL --texts FOLDER --json > docs/data/balance-judged-all.json      (or policy by policy)
     colibri bench balance-speed MODEL --texts FOLDER --json > docs/data/balance-speed-tiny.json
     colibri bench balance-speed MODEL --json > docs/data/balance-speed-mm-int4.json
 """
@@ -12,22 +12,27 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ops.bench.balance_doc_text import BEFORE, COMMANDS, JUDGED, NODES, POLICIES
-from ops.bench.balance_report import LIMITS, BalanceReport, Case, read_balance
+from ops.bench.balance_report import LIMITS, BalanceReport, Case, merge, read_balance
 from ops.bench.balance_settings import numbers_of, read_setting, write_setting
 from ops.bench.balance_speed_report import OFF, SpeedReport, SpeedRow, read_speed
 from ops.bench.balance_traffic import MIXED, SHIFTING
 
 DATA = Path(__file__).parents[2] / "docs" / "data"
-JUDGEMENT = "balance.json"
+JUDGED_FILES = "balance-judged-*.json"
 SPEEDS = "balance-speed-*.json"
 
 
 def document(folder: Path = DATA) -> str:
     """The whole text. BenchError, OSError."""
-    report = read_balance(folder / JUDGEMENT)
+    report = judged(folder)
     speeds = [read_speed(path) for path in sorted(folder.glob(SPEEDS))]
     found = [*_recommended(report), *_reuse(report, speeds), *_best(report), *_by_traffic(report), *_nodes(report), *_speeds(speeds)]
     return "\n".join([BEFORE, POLICIES, JUDGED, *_where(report), *found, COMMANDS])
+
+
+def judged(folder: Path = DATA) -> BalanceReport:
+    """All judgements of a folder. BenchError, OSError."""
+    return merge([read_balance(path) for path in sorted(folder.glob(JUDGED_FILES))])
 
 
 def _where(report: BalanceReport) -> Iterator[str]:
@@ -199,7 +204,7 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--picture"]:
         from ops.bench.balance_plot import draw_balance
 
-        for written in draw_balance(read_balance(DATA / JUDGEMENT), Path(sys.argv[2])):
+        for written in draw_balance(judged(), Path(sys.argv[2])):
             print(written)
     else:
         sys.stdout.write(document())

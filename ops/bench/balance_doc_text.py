@@ -15,7 +15,29 @@ the router's own choice. Damping changes answers. This page says by how much, an
 
 POLICIES = """## The policies
 
-FORMULAS
+All of them exchange, for some tokens and layers, one of the k experts that the router chose for another. Three rules hold for each: the
+other expert's selection score lies at most `margin` below that of the one given up; of the (token, layer) pairs at most `max_rerouted`
+are changed, counted in the step (scope `batch`) or along the sequence (scope `sequence`); and the weights with which the experts'
+outputs are added up are those the router's own formula gives the experts that were taken, from the scores it found.
+
+Giving up expert a for expert b *loses* w(a)² - w(b)². w(e) is the weight that e has, or would have beside the router's choice:
+exp(score of e) over the sum of that of the chosen. The square is what an expert's part in the output counts for. For the same evenness
+this costs less perplexity than to go by the weights themselves, by probabilities or by logits. What an exchange *saves* is price(a) -
+price(b). Exchanges are made as long as one saves more than it loses, the best first; so those tokens move that lose least. The policies
+differ in the price:
+
+| policy, scope | what it depends on | price |
+|---|---|---|
+| `heat`, `batch` | the queues of the step | of the n-th token in a queue: growth^(n / mean - 1) - 1; mean: of all queues |
+| `heat`, `sequence` | the sequence's own tokens so far | growth^((heat - threshold) (1 - decay)) - 1, 0 below the threshold |
+| `capacity`, `batch` | the queues of the step | none up to capacity_factor times the mean; above that, any |
+| `capacity`, `sequence` | the sequence's own tokens so far | none up to capacity_factor times the experts' mean heat; above that, any |
+| `reuse`, `batch` | which experts the step uses | an expert is emptied if all its tokens can go to others in use, cheapest first |
+
+An expert's heat grows by 1 with each token that uses it, and is multiplied by `decay` with each that does not (capacity: with each).
+
+Scope `sequence` depends on the sequence's own tokens alone: the same answer whatever else runs, in whatever batches. Scope `batch`
+evens the queues out where they arise, but what others ask then changes an answer. A token of a sequence without damping is never moved.
 """
 
 JUDGED = """## How they are judged

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,6 +88,24 @@ def read_balance(path: Path) -> BalanceReport:
         return BalanceReport(**whole)
     except (ValueError, KeyError, TypeError) as cause:
         raise BenchError(f"{path} is damaged or of another version ({cause}); write it with `colibri bench balance ... --json`") from cause
+
+
+def merge(reports: Sequence[BalanceReport]) -> BalanceReport:
+    """Of runs that differ in their policies only. BenchError if they do not belong together."""
+    if not reports:
+        raise BenchError("there is no report to read")
+    first = reports[0]
+    for other in reports[1:]:
+        for name in ("model", "streams", "steps", "context", "tokens", "undamped"):
+            if getattr(other, name) != getattr(first, name):
+                both = f"{getattr(first, name)} and {getattr(other, name)}"
+                raise BenchError(f"the reports do not belong together: their {name} differ, {both}")
+    return replace(
+        first,
+        cases=tuple(case for report in reports for case in report.cases),
+        chosen={group: own for report in reports for group, own in report.chosen.items()},
+        nodes=tuple(dict.fromkeys(row for report in reports for row in report.nodes)),
+    )
 
 
 def _case(fields: dict[str, Any]) -> Case:
