@@ -18,7 +18,8 @@
  *   v16_best_of(z0, z1, id)           lane by lane the larger and the smaller of two vectors, with their numbers, id and id + 1
  *   v16_best_merge(a, b)              the two largest of two such, all of b's numbers being higher; the lower number wins ties
  *   v16_best_store(best, ids)         the pairs of numbers as int32
- *   v16_store_pairs(p, a, b)          a0 b0 a1 b1 .. */
+ *   v16_store_pairs(p, a, b)          a0 b0 a1 b1 ..
+ *   v16_tile(rows, count, x, x_ld, w, w_ld, sum)    sum[r * count + e] += 16 floats of row r of x times those of row e of w; rows, count <= 4, constants */
 #include <math.h>
 #include <string.h>
 
@@ -163,35 +164,26 @@ static void rmsnorm(const float *x, const float *weight, float eps, int n, float
   if (tail) v16_store_n(y + i, v16_mul(v16_mul(v16_load_n(x + i, tail), r), v16_load_n(weight + i, tail)), tail);
 }
 
-#if V16_REGISTERS >= 32 /* a tile of sums and what is loaded for it stay in registers */
-#define GATE_ROWS 4
+#define GATE_ROWS (V16_REGISTERS >= 32 ? 4 : 2) /* of a tile, measured */
 #define GATE_EXPERTS 4
-#else
-#define GATE_ROWS 2
-#define GATE_EXPERTS 2
-#endif
 
 /* logits [rows, count] of rows and count experts, constants: each sum is by itself, whatever the tile. */
 V16 void gate_tile(const int rows, const int count, const float *w, const float *bias, int hidden, const float *x, ptrdiff_t ld, float *logits,
                    int experts) {
-  v16 sum[GATE_ROWS][GATE_EXPERTS], v[GATE_ROWS];
+  v16 sum[GATE_ROWS * GATE_EXPERTS];
   int k = 0, tail = hidden % 16;
-  for (int r = 0; r < rows; r++)
-    for (int e = 0; e < count; e++) sum[r][e] = v16_set1(0.0f);
-  for (; k + 16 <= hidden; k += 16) {
-    for (int r = 0; r < rows; r++) v[r] = v16_load(x + r * ld + k);
-    for (int e = 0; e < count; e++) {
-      v16 u = v16_load(w + (int64_t)e * hidden + k);
-      for (int r = 0; r < rows; r++) sum[r][e] = v16_fma(u, v[r], sum[r][e]);
-    }
-  }
+  for (int i = 0; i < rows * count; i++) sum[i] = v16_set1(0.0f);
+  for (; k + 16 <= hidden; k += 16) v16_tile(rows, count, x + k, ld, w + k, hidden, sum);
   for (int e = 0; tail && e < count; e++) {
     v16 u = v16_load_n(w + (int64_t)e * hidden + k, tail);
-    for (int r = 0; r < rows; r++) sum[r][e] = v16_first(tail, v16_fma(u, v16_load_n(x + r * ld + k, tail), sum[r][e]), sum[r][e]);
+    for (int r = 0; r < rows; r++) {
+      v16 *s = &sum[r * count + e];
+      *s = v16_first(tail, v16_fma(u, v16_load_n(x + r * ld + k, tail), *s), *s);
+    }
   }
   for (int r = 0; r < rows; r++)
     for (int e = 0; e < count; e++) {
-      float z = v16_fold(sum[r][e]);
+      float z = v16_fold(sum[r * count + e]);
       logits[(ptrdiff_t)r * experts + e] = bias ? z + bias[e] : z;
     }
 }

@@ -72,6 +72,18 @@ V16 float v16_top(v16 a) {
   return _mm_cvtss_f32(_mm_max_ss(c, _mm_movehdup_ps(c)));
 }
 
+/* One half after the other: fewer registers are alive at a time, and the sums stay in theirs. */
+V16 void v16_tile(const int rows, const int count, const float *x, ptrdiff_t x_ld, const float *w, ptrdiff_t w_ld, v16 *sum) {
+  for (int e = 0; e < count; e++) {
+    __m256 u = _mm256_loadu_ps(w + e * w_ld);
+    for (int r = 0; r < rows; r++) sum[r * count + e].lo = _mm256_fmadd_ps(u, _mm256_loadu_ps(x + r * x_ld), sum[r * count + e].lo);
+  }
+  for (int e = 0; e < count; e++) {
+    __m256 u = _mm256_loadu_ps(w + e * w_ld + 8);
+    for (int r = 0; r < rows; r++) sum[r * count + e].hi = _mm256_fmadd_ps(u, _mm256_loadu_ps(x + r * x_ld + 8), sum[r * count + e].hi);
+  }
+}
+
 /* ---------------------------------------------------------------- integers and masks */
 
 V16 uint32_t v16_bits(__m256 lo, __m256 hi) { return (uint32_t)(_mm256_movemask_ps(lo) | _mm256_movemask_ps(hi) << 8); }

@@ -50,6 +50,15 @@ V16 float v16_top(v16 a) {
   return _mm_cvtss_f32(_mm_max_ss(c, _mm_movehdup_ps(c)));
 }
 
+V16 void v16_tile(const int rows, const int count, const float *x, ptrdiff_t x_ld, const float *w, ptrdiff_t w_ld, v16 *sum) {
+  v16 v[4];
+  for (int r = 0; r < rows; r++) v[r] = v16_load(x + r * x_ld);
+  for (int e = 0; e < count; e++) {
+    v16 u = v16_load(w + e * w_ld);
+    for (int r = 0; r < rows; r++) sum[r * count + e] = v16_fma(u, v[r], sum[r * count + e]);
+  }
+}
+
 /* ---------------------------------------------------------------- integers and masks */
 
 V16 uint32_t v16_equal(v16 a, v16 b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }

@@ -99,6 +99,15 @@ V16 float v16_fold(v16 a) {
 
 V16 float v16_top(v16 a) { return vmaxvq_f32(vmaxq_f32(vmaxq_f32(a.q0, a.q1), vmaxq_f32(a.q2, a.q3))); }
 
+V16 void v16_tile(const int rows, const int count, const float *x, ptrdiff_t x_ld, const float *w, ptrdiff_t w_ld, v16 *sum) {
+  v16 v[4];
+  for (int r = 0; r < rows; r++) v[r] = v16_load(x + r * x_ld);
+  for (int e = 0; e < count; e++) {
+    v16 u = v16_load(w + e * w_ld);
+    for (int r = 0; r < rows; r++) sum[r * count + e] = v16_fma(u, v[r], sum[r * count + e]);
+  }
+}
+
 /* ---------------------------------------------------------------- integers and masks */
 
 V16 uint32_t v16_bits(uint32x4_t m0, uint32x4_t m1, uint32x4_t m2, uint32x4_t m3) {

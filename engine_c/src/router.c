@@ -7,11 +7,10 @@
 
 /* ---------------------------------------------------------------- routing */
 
-/* True if the fast path took all tokens; false (nothing promised of the outputs) if one of them holds a NaN or infinity. */
-static bool route_fast(const colibri_router *r, const colibri_router_layer *layer, const colibri_kernels *kernels, const float *z, int ld, int n,
-                       int32_t *ids, float *weights) {
+/* Whether kernels->top2_softmax may do it: Mixtral's router and its like. */
+static inline bool is_fast(const colibri_router *r, const colibri_router_layer *layer) {
   return r->k == 2 && r->experts >= 2 && r->experts <= FAST_EXPERTS && colibri_router_softmax_chosen(r) && !layer->select_bias &&
-         !colibri_router_has_groups(r) && kernels->top2_softmax(z, ld, r->experts, n, ids, weights) < 0;
+         !colibri_router_has_groups(r);
 }
 
 /* Tokens whose weights overflow (sums of raw logits near 0, a bias or factor of such size) are bad too. */
@@ -25,16 +24,26 @@ static void refuse_overflow(int k, int n, int32_t *ids, float *weights, uint8_t 
   }
 }
 
+static __attribute__((noinline)) void route_any(const colibri_router *r, const colibri_router_layer *layer, const colibri_kernels *kernels, const float *z, int ld, int n,
+                                                int32_t *ids, float *weights, uint8_t *bad) {
+  colibri_route_select(r, layer, kernels, z, ld, n, ids, bad);
+  colibri_route_weigh(r, layer, kernels, z, ld, n, ids, bad, weights);
+  if (!colibri_router_softmax_chosen(r) || layer->expert_scale) refuse_overflow(r->k, n, ids, weights, bad);
+}
+
+/* What comes before and after the kernel is a fifth of it for 16 tokens: nothing is done twice, nothing called that need not be. */
 void colibri_route(const colibri_router *r, const colibri_router_layer *layer, const colibri_kernels *kernels, const float *z, int ld, int n,
                    int32_t *ids, float *weights, uint8_t *bad) {
-  if (route_fast(r, layer, kernels, z, ld, n, ids, weights)) {
-    memset(bad, 0, (size_t)n);
-    colibri_route_scale(r, layer, n, ids, weights);
-  } else {
-    colibri_route_select(r, layer, kernels, z, ld, n, ids, bad);
-    colibri_route_weigh(r, layer, kernels, z, ld, n, ids, bad, weights);
+  if (!is_fast(r, layer) || kernels->top2_softmax(z, ld, r->experts, n, ids, weights) >= 0) {
+    route_any(r, layer, kernels, z, ld, n, ids, weights, bad);
+    return;
   }
-  if (!colibri_router_softmax_chosen(r) || layer->expert_scale) refuse_overflow(r->k, n, ids, weights, bad);
+  if (n == 16) memset(bad, 0, 16); /* two stores */
+  else memset(bad, 0, (size_t)n);
+  if (r->scale != 1.0f || layer->expert_scale) {
+    colibri_route_scale(r, layer, n, ids, weights);
+    refuse_overflow(2, n, ids, weights, bad);
+  }
 }
 
 /* ---------------------------------------------------------------- for others */
