@@ -21,7 +21,7 @@ from ops.bench.balance_stats import perplexity, queues
 from ops.bench.balance_traffic import CONTEXT, MIXED, SHIFTING, STEPS, STREAMS, Texts, Traffic, load_texts, make_traffic, names
 from ops.bench.measure import describe_machine
 
-CURVE = 3
+CURVE = 5
 """Settings of a policy and scope that all kinds of traffic are run with."""
 MOST_LOSS = 0.03
 """More is of no interest."""

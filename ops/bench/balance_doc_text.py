@@ -61,7 +61,7 @@ with 16 streams and 2 of 8 experts that leaves queues a variance of 3.0, the lon
 NODES = """## Over nodes
 
 max/mean of the nodes' tokens, step by step and layer by layer: 1 is even. *even*: neighbouring experts on a node. *planned*: placed by
-the service's planner every 256 steps, by the 256 before; with so many more copies of experts a layer, if it says so. The policies are
+the service's planner every 64 steps, by the 64 before; with so many more copies of experts a layer, if it says so. The policies are
 those within the smaller loss.
 """
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from workers.balance import plan_balance
 from workers.packing import Copies, pour
 
-WINDOW = 256  # steps of decoding a placement is planned from
+WINDOW = 64  # steps of decoding a placement is planned from
 
 Placing: TypeAlias = Sequence[Sequence[Copies]]  # [layers][experts]: nodes that hold it
 

@@ -24,7 +24,7 @@ _GRIDS: dict[tuple[str, str], tuple[dict[str, tuple[float, ...]], ...]] = {
         {"decay": (0.9,), "growth": (1.1, 1.4), "threshold": (0,)},
     ),
     ("heat", "batch"): (
-        {"growth": (1.05, 1.1, 1.2, 1.3, 1.4, 1.6, 2.0, 3.0)},
+        {"growth": (1.02, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4, 1.6, 2.0)},
         {"growth": (1.2, 1.6), "margin": (0.5, 1.0)},
         {"growth": (1.4,), "max_rerouted": (0.1, 0.2)},
     ),
