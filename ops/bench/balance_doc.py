@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ops.bench.balance_doc_text import BEFORE, COMMANDS, JUDGED, NODES, POLICIES
-from ops.bench.balance_report import LIMITS, BalanceReport, Case, merge, read_balance
+from ops.bench.balance_report import LIMITS, BalanceReport, Case, merge, read_balance, score
 from ops.bench.balance_settings import numbers_of, read_setting, write_setting
 from ops.bench.balance_speed_report import OFF, SpeedReport, SpeedRow, read_speed
 from ops.bench.balance_traffic import MIXED, SHIFTING
@@ -72,7 +72,7 @@ def _recommended(report: BalanceReport) -> Iterator[str]:
     for scope in ("batch", "sequence"):
         able = [case for _, case in chosen_cases(report, LIMITS[0]) if case and case.damping.scope == scope]
         evening = [case for case in able if case.damping.kind != "reuse"]
-        best = min(evening, key=lambda case: case.judgements[_first(report)].longest_variance, default=None)
+        best = min(evening, key=lambda case: score(case, _first(report)), default=None)
         if best is None:
             yield f"- scope {scope}: nothing"
             continue
