@@ -106,6 +106,14 @@ def test_the_verdict_on_reuse_follows_from_the_gain_with_as_many_experts(tmp_pat
     assert "scope sequence: nothing" in text
 
 
+def test_what_is_wanted_is_said_to_be_had_at_the_least_loss_or_not_at_all(tmp_path: Path) -> None:
+    (tmp_path / "balance-judged-a.json").write_text(HEAT.as_json(), encoding="utf-8")
+    text = document(tmp_path)
+    assert "- both variances, scope batch: `heat`, growth 1.2, margin 2, max_rerouted 1: -75%; -75%; perplexity +0.40% ± 0.10%" in text
+    assert "- both lower by 68% at least, at any loss, scope batch: `heat`, growth 1.2," in text
+    assert "at any loss, scope sequence: no setting" in text
+
+
 @pytest.mark.parametrize("group", GROUPS, ids="/".join)
 def test_settings_are_read_as_they_are_written(group: tuple[str, str]) -> None:
     tried = sweep(*group)
