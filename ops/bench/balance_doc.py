@@ -72,7 +72,7 @@ def _numbers(case: Case) -> str:
 def _recommended(report: BalanceReport) -> Iterator[str]:
     first, limit = _first(report), LIMITS[0]
     yield "## Recommended\n"
-    yield f"For experts that are spread over nodes, losing at most {limit:.1%} on {first} traffic (variance of queues; of the longest queue):\n"
+    yield f"For experts spread over nodes, losing at most {limit:.1%} on {first} traffic (variance of queues; of the longest queue):\n"
     aims: dict[str, Callable[[Case, str], float]] = {"both variances": score, "that of the longest queue": _longest}
     for what, measure in aims.items():
         for scope in ("batch", "sequence"):
