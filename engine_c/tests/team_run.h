@@ -47,7 +47,15 @@ static inline uint64_t run_mix(uint64_t hash, const void *data, size_t bytes) {
   return hash;
 }
 
+/* How a run's sequences are damped: sequence i has slot i and dampings[of[i]]; of[i] -1: none. */
+typedef struct run_damping {
+  const colibri_damping *dampings;
+  int32_t n, of[SEQS];
+} run_damping;
+
 typedef struct run {
+  const run_damping *how;           /* NULL: no slots, no damping */
+  uint64_t rerouted[SEQS];
   int position[SEQS], token[SEQS];
   int32_t said[SEQS][DECODES + 1];  /* tokens sampled, for the repetition penalty */
   uint64_t hash[SEQS];
@@ -74,41 +82,55 @@ static inline void run_note(run *r, int i, const colibri_row_result *row, const 
   r->hash[i] = run_mix(r->hash[i], row->top_logprobs, 4 * (size_t)row->n_top);
 }
 
+/* The batch's index of sequence i's damping, which is put into the batch's if it is not there yet. index [of the run's] + 1 of those that are. */
+static inline int32_t run_damping_of(const run_damping *how, int i, int32_t *index, colibri_damping *dampings, int *n) {
+  if (!*n) memset(index, 0, sizeof *index * SEQS);
+  if (!how || how->of[i] < 0) return -1;
+  if (!index[how->of[i]]) dampings[(*n)++] = how->dampings[how->of[i]], index[how->of[i]] = *n;
+  return index[how->of[i]] - 1;
+}
+
 /* One step in which sequence i runs rows[i] tokens (0: not in it). */
 static inline void run_step_of(colibri_session *s, run *r, const int *rows) {
   colibri_seq seqs[SEQS];
   colibri_row_result results[SEQS];
   colibri_step_stats stats;
   colibri_error err;
-  int32_t tokens[SEQS * 80], blocks[SEQS * 8], history[SEQS * (DECODES + 1)], targets[SEQS], who[SEQS];
+  int32_t tokens[SEQS * 80], blocks[SEQS * 8], history[SEQS * (DECODES + 1)], targets[SEQS], who[SEQS], all[SEQS];
+  int32_t index[SEQS], rerouted[SEQS];
+  colibri_damping dampings[SEQS];
+  int n_dampings = 0;
   int n = 0, t = 0, b = 0, h = 0, l = 0, vocab = s->model->info.vocab;
   for (int i = 0; i < SEQS; i++) {
     if (!rows[i]) continue;
     int end = r->position[i] + rows[i], last = end >= run_prompts[i], said = r->position[i] - run_prompts[i] + 1;
     if (run_sampling[i].repetition_penalty == 1.0f || said < 0) said = 0;
-    seqs[n] = (colibri_seq){.n_rows = rows[i], .start = r->position[i], .n_logits = last, .n_blocks = (end + 15) / 16, .n_history = said, .slot = -1, .damping = -1,
+    seqs[n] = (colibri_seq){.n_rows = rows[i], .start = r->position[i], .n_logits = last, .n_blocks = (end + 15) / 16, .n_history = said, .slot = r->how ? i : -1, .damping = run_damping_of(r->how, i, index, dampings, &n_dampings),
                             .sampling = run_sampling[i]};
     for (int k = r->position[i]; k < end; k++) tokens[t++] = k < run_prompts[i] ? (k * 31 + i * 7 + 3) % vocab : r->token[i];
     for (int k = 0; k < seqs[n].n_blocks; k++) blocks[b++] = (k * SEQS + i) * 7 % 61; /* scattered over the pool, no two alike */
     for (int k = 0; k < said; k++) history[h++] = r->said[i][k];
     if (last) targets[l++] = i % 2 ? end % vocab : -1;
     r->position[i] = end;
+    all[n] = i;
     who[n++] = last ? i : -1;
   }
-  colibri_batch batch = {.n_seqs = n, .seqs = seqs, .tokens = tokens, .blocks = blocks, .history = history, .targets = targets};
+  colibri_batch batch = {.n_seqs = n, .seqs = seqs, .tokens = tokens, .blocks = blocks, .history = history, .targets = targets, .dampings = dampings,
+                         .n_dampings = n_dampings, .rerouted = rerouted};
   if (colibri_step(s, &batch, results, NULL, &stats, &err)) {
     CHECK(0, "step: %s", err.message);
     return;
   }
   r->rerun += stats.tasks_rerun, r->lost += stats.lanes_lost, r->homed += stats.tasks_homed, r->local += stats.tasks_local;
   if (stats.lanes > r->lanes) r->lanes = stats.lanes;
+  for (int k = 0; k < n; k++) r->rerouted[all[k]] += (uint64_t)rerouted[k];
   for (int k = 0, row = 0; k < n; k++)
     if (who[k] >= 0) run_note(r, who[k], &results[row], colibri_session_logits(s) + (int64_t)row * vocab, vocab), row++;
 }
 
 /* Prefills in chunks, each sequence decoding as soon as it can, then decodes on: every kind of mixed batch comes by. */
-static inline run run_all(colibri_session *s, int chunk) {
-  run r = {0};
+static inline run run_damped(colibri_session *s, int chunk, const run_damping *how) {
+  run r = {.how = how};
   int left = 1;
   while (left) {
     int rows[SEQS];
@@ -122,6 +144,8 @@ static inline run run_all(colibri_session *s, int chunk) {
   }
   return r;
 }
+
+static inline run run_all(colibri_session *s, int chunk) { return run_damped(s, chunk, NULL); }
 
 static inline void run_compare(const run *want, const run *got, const char *what) {
   for (int i = 0; i < SEQS; i++) CHECK(want->hash[i] == got->hash[i] && want->token[i] == got->token[i], "%s: sequence %d differs", what, i);
