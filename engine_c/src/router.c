@@ -24,8 +24,8 @@ static void refuse_overflow(int k, int n, int32_t *ids, float *weights, uint8_t 
   }
 }
 
-static __attribute__((noinline)) void route_any(const colibri_router *r, const colibri_router_layer *layer, const colibri_kernels *kernels, const float *z, int ld, int n,
-                                                int32_t *ids, float *weights, uint8_t *bad) {
+static __attribute__((noinline)) void route_any(const colibri_router *r, const colibri_router_layer *layer, const colibri_kernels *kernels, const float *z,
+                                                int ld, int n, int32_t *ids, float *weights, uint8_t *bad) {
   colibri_route_select(r, layer, kernels, z, ld, n, ids, bad);
   colibri_route_weigh(r, layer, kernels, z, ld, n, ids, bad, weights);
   if (!colibri_router_softmax_chosen(r) || layer->expert_scale) refuse_overflow(r->k, n, ids, weights, bad);
