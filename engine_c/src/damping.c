@@ -11,14 +11,14 @@
 
 /* The arrays: where each pointer is, and its elements. */
 typedef struct array { void *at; size_t count, size; } array;
-#define ARRAYS 16
+#define ARRAYS 18
 
 static void list_arrays(colibri_damper *d, size_t max_rows, size_t max_seqs, array *arrays) {
   size_t states = (size_t)d->max_slots * (size_t)d->layers, e = (size_t)d->experts, pairs = max_rows * (size_t)d->k;
 #define ARRAY(name, n) {&d->name, n, sizeof *d->name}
   array all[ARRAYS] = {ARRAY(heat, states * e), ARRAY(pairs, states), ARRAY(changed_pairs, states), ARRAY(step_pairs, max_seqs), ARRAY(step_changed, max_seqs),
                        ARRAY(rows, max_rows), ARRAY(own, pairs), ARRAY(values, max_rows * e), ARRAY(queue, e), ARRAY(cost, max_rows + 2), ARRAY(price, e),
-                       ARRAY(best, e * e), ARRAY(best_to, e), ARRAY(stale, e), ARRAY(head, e), ARRAY(next, 3 * pairs)};
+                       ARRAY(loss, e * e), ARRAY(mover, e * e), ARRAY(block, max_rows * e), ARRAY(best_to, e), ARRAY(stale, e), ARRAY(head, e), ARRAY(next, 3 * pairs)};
 #undef ARRAY
   memcpy(arrays, all, sizeof all);
 }
@@ -128,20 +128,26 @@ void colibri_damp_members(colibri_damper *d, const colibri_damp_rows *r, int n) 
 
 /* ---------------------------------------------------------------- scope sequence */
 
-/* HEAT: what an expert costs that has been used so much. */
-static void find_prices(const colibri_damper *d, const colibri_damping *p, const float *heat) {
+/* HEAT: what an expert costs that has been used so much. Returns whether any costs something. */
+static int find_prices(const colibri_damper *d, const colibri_damping *p, const float *heat) {
+  int any = 0;
+  for (int e = 0; e < d->experts; e++) any |= heat[e] > (float)p->threshold;
+  if (!any) return 0;
   float rate = (float)(log((double)p->growth) * (1 - (double)p->decay));
   for (int e = 0; e < d->experts; e++) d->price[e] = rate * fmaxf(heat[e] - (float)p->threshold, 0);
   d->kernels->exp(d->price, d->experts);
   for (int e = 0; e < d->experts; e++) d->price[e] = fminf(d->price[e] - 1, COLIBRI_DAMP_ANY_LOSS);
+  return 1;
 }
 
-/* CAPACITY: any price for an expert that one more use would bring above the bound. */
-static void find_bounds(const colibri_damper *d, const colibri_damping *p, const float *heat) {
+/* CAPACITY: any price for an expert that one more use would bring above the bound. Returns whether there is one. */
+static int find_bounds(const colibri_damper *d, const colibri_damping *p, const float *heat) {
   float sum = (float)d->k;
   for (int e = 0; e < d->experts; e++) sum += heat[e];
   float bound = p->capacity_factor * (sum / (float)d->experts);
-  for (int e = 0; e < d->experts; e++) d->price[e] = heat[e] + 1 > bound ? COLIBRI_DAMP_ANY_LOSS : 0;
+  int any = 0;
+  for (int e = 0; e < d->experts; e++) d->price[e] = heat[e] + 1 > bound ? COLIBRI_DAMP_ANY_LOSS : 0, any |= d->price[e] > 0;
+  return any;
 }
 
 /* Exchanges places while that saves more than it loses, the exchange first that is best; equals: lowest place, then lowest expert. */
@@ -178,10 +184,10 @@ static void damp_sequence(colibri_damper *d, const colibri_damping *p, const col
     int32_t *ids = r->ids + row * d->k;
     if (r->bad[row]) continue;
     d->pairs[at]++;
-    if (colibri_damp_within(p, d->pairs[at], d->changed_pairs[at])) {
+    int within = colibri_damp_within(p, d->pairs[at], d->changed_pairs[at]);
+    if (within && (p->kind == COLIBRI_DAMPING_HEAT ? find_prices(d, p, heat) : find_bounds(d, p, heat))) {
       d->rows[0] = row;
       colibri_damp_members(d, r, 1);
-      p->kind == COLIBRI_DAMPING_HEAT ? find_prices(d, p, heat) : find_bounds(d, p, heat);
       if (exchange(d, scores, ids, p->margin)) {
         sort_row(scores, ids, d->k);
         r->changed[row] = 1;

@@ -24,9 +24,6 @@
 
 #define COLIBRI_DAMP_ANY_LOSS 16.0f /* a price above every loss: a place loses at most 1 */
 
-/* The cheapest move from one expert to another: what it loses, and the pair (member * k + place) that would move; -1: there is none. */
-typedef struct colibri_best { float loss; int32_t pair; } colibri_best;
-
 /* State and scratch of one session's damping, sized when it is opened. */
 typedef struct colibri_damper {
   const colibri_kernels *kernels;
@@ -43,8 +40,11 @@ typedef struct colibri_damper {
   int32_t *queue;          /* [experts] tokens that each has */
   float *cost;             /* [max_rows + 2] price of a queue's n-th token, rising with n */
   float *price;            /* [experts] of another use; REUSE: of giving the expert up */
-  colibri_best *best;      /* [experts][experts] from, to */
-  int32_t *best_to;        /* [experts] */
+  /* the cheapest move from one expert to another: what it loses, INFINITY if there is none, and the pair (member * k + place) that would move */
+  float *loss;             /* [experts][experts] */
+  int32_t *mover;          /* [experts][experts] */
+  int32_t *best_to;        /* [experts] the cheapest expert to move to, price and loss together */
+  float *block;            /* [max_rows][experts] by member: INFINITY for experts that it had chosen or has now, else 0 */
   uint8_t *stale;          /* [experts] */
   int32_t *head;           /* [experts] first pair of each, of the members' */
   int32_t *next, *before;  /* [max_rows][k] by pair; -1: none */

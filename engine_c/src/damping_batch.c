@@ -21,29 +21,45 @@ typedef struct batch {
 
 static inline int32_t *ids_of(const batch *b, int m) { return b->r->ids + b->d->rows[m] * b->d->k; }
 
-static float loss_of(const batch *b, int32_t pair, int e) {
+/* What a pair loses by going to e; INFINITY: it may not. */
+static inline float loss_of(const batch *b, int32_t pair, int e) {
   const colibri_damper *d = b->d;
-  int m = pair / d->k, i = pair % d->k;
+  int m = pair / d->k, i = pair % d->k, own = d->own[pair], now = ids_of(b, m)[i];
   const float *scores = b->r->scores + (size_t)d->rows[m] * (size_t)d->experts, *values = d->values + (size_t)m * (size_t)d->experts;
-  const int32_t *ids = ids_of(b, m);
-  return colibri_damp_may(d, scores, d->own + m * d->k, ids, i, e, b->p->margin) ? values[ids[i]] - values[e] : INFINITY;
+  if (e == own) return now == own ? INFINITY : values[now] - values[e];
+  return scores[own] - scores[e] <= b->p->margin ? values[now] - values[e] + d->block[(size_t)m * (size_t)d->experts + (size_t)e] : INFINITY;
 }
 
-static inline void keep_better(colibri_best *best, float loss, int32_t pair) {
-  if (loss < best->loss || (loss == best->loss && loss < INFINITY && pair < best->pair)) *best = (colibri_best){loss, pair};
+static inline void keep_better(float *best, int32_t *mover, float loss, int32_t pair) {
+  int better = (loss < *best) | ((loss == *best) & (pair < *mover) & (loss < INFINITY));
+  *best = better ? loss : *best, *mover = better ? pair : *mover;
 }
 
-/* Lets a pair into the table's row of its expert. */
+/* Lets a pair into the table's row of its expert. The long loop has no branches: it becomes vectors. */
 static void offer(const batch *b, int32_t pair) {
-  colibri_damper *d = b->d;
-  colibri_best *best = d->best + (size_t)ids_of(b, pair / d->k)[pair % d->k] * (size_t)d->experts;
-  for (int e = 0; e < d->experts; e++) keep_better(&best[e], loss_of(b, pair, e), pair);
+  const colibri_damper *d = b->d;
+  int m = pair / d->k, own = d->own[pair], now = ids_of(b, m)[pair % d->k];
+  size_t at = (size_t)m * (size_t)d->experts;
+  const float *restrict scores = b->r->scores + (size_t)d->rows[m] * (size_t)d->experts, *restrict values = d->values + at, *restrict block = d->block + at;
+  float *restrict best = d->loss + (size_t)now * (size_t)d->experts, limit = b->p->margin, from = scores[own], value = values[now];
+  int32_t *restrict mover = d->mover + (size_t)now * (size_t)d->experts;
+  for (int e = 0; e < d->experts; e++) keep_better(&best[e], &mover[e], from - scores[e] <= limit ? value - values[e] + block[e] : INFINITY, pair);
+  if (now != own) keep_better(&best[own], &mover[own], value - values[own], pair);
 }
 
 static void rescan(const batch *b, int from, int to) {
-  colibri_best *best = b->d->best + (size_t)from * (size_t)b->d->experts + to;
-  *best = (colibri_best){INFINITY, -1};
-  for (int32_t pair = b->d->head[from]; pair >= 0; pair = b->d->next[pair]) keep_better(best, loss_of(b, pair, to), pair);
+  const colibri_damper *d = b->d;
+  size_t at = (size_t)from * (size_t)d->experts + (size_t)to;
+  d->loss[at] = INFINITY, d->mover[at] = -1;
+  for (int32_t pair = d->head[from]; pair >= 0; pair = d->next[pair]) keep_better(&d->loss[at], &d->mover[at], loss_of(b, pair, to), pair);
+}
+
+/* Which experts a member may not take: those it had chosen, and those it has. */
+static void block_row(const batch *b, int m) {
+  const colibri_damper *d = b->d;
+  float *block = d->block + (size_t)m * (size_t)d->experts;
+  memset(block, 0, sizeof *block * (size_t)d->experts);
+  for (int i = 0; i < d->k; i++) block[d->own[m * d->k + i]] = block[ids_of(b, m)[i]] = INFINITY;
 }
 
 static void link_pair(colibri_damper *d, int32_t pair, int e) {
@@ -58,33 +74,40 @@ static void unlink_pair(colibri_damper *d, int32_t pair, int e) {
   if (d->next[pair] >= 0) d->before[d->next[pair]] = d->before[pair];
 }
 
-static inline float price_of(const colibri_damper *d, int from, int to) { return d->cost[d->queue[to] + 1] + d->best[(size_t)from * (size_t)d->experts + to].loss; }
+/* d->price[e]: of one more token in e's queue. */
+static inline float price_of(const colibri_damper *d, int from, int to) { return d->price[to] + d->loss[(size_t)from * (size_t)d->experts + (size_t)to]; }
 
-static void find_best_to(colibri_damper *d, int from) {
+static void find_best_to(const colibri_damper *d, int from) {
+  const float *restrict loss = d->loss + (size_t)from * (size_t)d->experts, *restrict price = d->price;
+  float least = INFINITY;
   int best = 0;
-  float price = INFINITY;
-  for (int e = 0; e < d->experts; e++)
-    if (price_of(d, from, e) < price) price = price_of(d, from, e), best = e;
+  for (int e = 0; e < d->experts; e++) {
+    float here = price[e] + loss[e];
+    best = here < least ? e : best, least = here < least ? here : least;
+  }
   d->best_to[from] = best;
 }
 
 static void fill_table(const batch *b) {
   colibri_damper *d = b->d;
-  for (int e = 0; e < d->experts; e++) d->head[e] = -1;
-  for (size_t i = 0; i < (size_t)d->experts * (size_t)d->experts; i++) d->best[i] = (colibri_best){INFINITY, -1};
-  for (int32_t pair = b->n * d->k - 1; pair >= 0; pair--) {
-    link_pair(d, pair, ids_of(b, pair / d->k)[pair % d->k]);
-    offer(b, pair);
+  for (int e = 0; e < d->experts; e++) d->head[e] = -1, d->price[e] = d->cost[d->queue[e] + 1];
+  for (size_t i = 0; i < (size_t)d->experts * (size_t)d->experts; i++) d->loss[i] = INFINITY, d->mover[i] = -1;
+  for (int m = b->n - 1; m >= 0; m--) {
+    block_row(b, m);
+    for (int i = d->k - 1; i >= 0; i--) {
+      link_pair(d, m * d->k + i, ids_of(b, m)[i]);
+      offer(b, m * d->k + i);
+    }
   }
   for (int e = 0; e < d->experts; e++) find_best_to(d, e);
 }
 
 /* What the table knows of a row's pairs is no longer so, in the rows of expert e. */
 static void forget_row(const batch *b, int m, int e) {
-  colibri_damper *d = b->d;
-  const colibri_best *best = d->best + (size_t)e * (size_t)d->experts;
+  const colibri_damper *d = b->d;
+  const int32_t *mover = d->mover + (size_t)e * (size_t)d->experts;
   for (int to = 0; to < d->experts; to++)
-    if (best[to].pair >= 0 && best[to].pair / d->k == m) rescan(b, e, to);
+    if ((uint32_t)(mover[to] - m * d->k) < (uint32_t)d->k) rescan(b, e, to);
   d->stale[e] = 1;
 }
 
@@ -97,10 +120,12 @@ static void make_move(const batch *b, int32_t pair, int to) {
   int from = ids[pair % d->k];
   unlink_pair(d, pair, from), link_pair(d, pair, to);
   d->queue[from]--, d->queue[to]++;
+  d->price[from] = d->cost[d->queue[from] + 1], d->price[to] = d->cost[d->queue[to] + 1];
   ids[pair % d->k] = to;
   int now = memcmp(d->own + m * d->k, ids, sizeof *ids * (size_t)d->k) != 0;
   *b->changed += (uint64_t)now - b->r->changed[row];
   b->r->changed[row] = (uint8_t)now;
+  block_row(b, m);
   memset(d->stale, 0, (size_t)d->experts);
   forget_row(b, m, from);
   for (int i = 0; i < d->k; i++) forget_row(b, m, ids[i]);
@@ -126,7 +151,7 @@ static void settle(const batch *b) {
       if (gain > most) most = gain, from = e;
     }
     if (from < 0) return;
-    make_move(b, d->best[(size_t)from * (size_t)d->experts + d->best_to[from]].pair, d->best_to[from]);
+    make_move(b, d->mover[(size_t)from * (size_t)d->experts + (size_t)d->best_to[from]], d->best_to[from]);
   }
 }
 
@@ -191,6 +216,7 @@ static void empty(const batch *b, int from) {
     unlink_pair(d, pair, from), link_pair(d, pair, to);
     d->queue[from]--, d->queue[to]++;
     ids[pair % d->k] = to;
+    block_row(b, m);
     for (int i = 0; i < d->k; i++) d->stale[ids[i]] = 1;
     int now = memcmp(d->own + m * d->k, ids, sizeof *ids * (size_t)d->k) != 0;
     *b->changed += (uint64_t)now - b->r->changed[d->rows[m]];
@@ -204,6 +230,7 @@ static void empty(const batch *b, int from) {
 static void reuse(const batch *b) {
   colibri_damper *d = b->d;
   for (int e = 0; e < d->experts; e++) d->head[e] = -1;
+  for (int m = 0; m < b->n; m++) block_row(b, m);
   for (int32_t pair = b->n * d->k - 1; pair >= 0; pair--) link_pair(d, pair, ids_of(b, pair / d->k)[pair % d->k]);
   for (int e = 0; e < d->experts; e++) d->price[e] = find_emptying(b, e);
   for (;;) {
