@@ -2,6 +2,9 @@
  *
  * HEAT and CAPACITY put a cost on each token of a queue that rises from one to the next, and make moves, the one that saves most first, until none saves
  * more than it loses. A table of the cheapest move from each expert to each other is kept up to date, so that a move costs little. */
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC optimize("no-trapping-math") /* no result changes; loops that compare become vectors */
+#endif
 #include <math.h>
 #include <string.h>
 
@@ -43,7 +46,12 @@ static void offer(const batch *b, int32_t pair) {
   const float *restrict scores = b->r->scores + (size_t)d->rows[m] * (size_t)d->experts, *restrict values = d->values + at, *restrict block = d->block + at;
   float *restrict best = d->loss + (size_t)now * (size_t)d->experts, limit = b->p->margin, from = scores[own], value = values[now];
   int32_t *restrict mover = d->mover + (size_t)now * (size_t)d->experts;
-  for (int e = 0; e < d->experts; e++) keep_better(&best[e], &mover[e], from - scores[e] <= limit ? value - values[e] + block[e] : INFINITY, pair);
+  for (int e = 0, experts = d->experts; e < experts; e++) {
+    float open = value - values[e] + block[e], loss = from - scores[e] <= limit ? open : INFINITY;
+    int32_t better = -(loss < best[e]) | (-(loss == best[e]) & -(pair < mover[e]) & -(loss < INFINITY));
+    best[e] = better ? loss : best[e];
+    mover[e] = better ? pair : mover[e];
+  }
   if (now != own) keep_better(&best[own], &mover[own], value - values[own], pair);
 }
 
@@ -81,9 +89,10 @@ static void find_best_to(const colibri_damper *d, int from) {
   const float *restrict loss = d->loss + (size_t)from * (size_t)d->experts, *restrict price = d->price;
   float least = INFINITY;
   int best = 0;
-  for (int e = 0; e < d->experts; e++) {
+  for (int e = 0, experts = d->experts; e < experts; e++) {
     float here = price[e] + loss[e];
-    best = here < least ? e : best, least = here < least ? here : least;
+    int better = here < least;
+    best = better ? e : best, least = better ? here : least;
   }
   d->best_to[from] = best;
 }
