@@ -19,7 +19,10 @@ NUMBERS: Mapping[str, Callable[[str], int | float]] = {
     "max_rerouted": float,
 }
 RECOMMENDED: Mapping[tuple[str, str], Mapping[str, int | float]] = {
-    ("capacity", "sequence"): {"decay": 0.9, "capacity_factor": 1.5},
+    ("heat", "sequence"): {"growth": 1.05},
+    ("heat", "batch"): {"growth": 1.15},
+    ("capacity", "sequence"): {"decay": 0.95, "capacity_factor": 3.0, "margin": 0.5},
+    ("reuse", "batch"): {"margin": 0.5},
 }
 """By kind and scope, where the engine's own defaults are not what docs/balance.md recommends."""
 _USED = {

@@ -97,7 +97,10 @@ def _default(stub: operator_pb2_grpc.OperatorStub) -> str:
     from colibri.v1 import operator_pb2 as pb
 
     models = stub.ListLoadedModels(pb.ListLoadedModelsRequest(), timeout=_ASK_PATIENCE).models
-    return next(model.name for model in models if model.state == pb.MODEL_STATE_SERVING)
+    serving = [model.name for model in models if model.state == pb.MODEL_STATE_SERVING]
+    if not serving:
+        raise CommandError("the server has no default model just now: name one with --model")
+    return serving[0]
 
 
 def ask_header(stub: operator_pb2_grpc.OperatorStub, model: str, *, interval: float) -> Header:

@@ -8,10 +8,13 @@ from __future__ import annotations
 import os
 import re
 import signal
+import statistics
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -207,3 +210,31 @@ def test_one_node_says_so_in_a_sentence(model: Path, caplog: pytest.LogCaptureFi
     assert [record.message for record in caplog.records if "rebalancing" in record.message] == [
         "automatic rebalancing has nothing to do: one node: nothing to place"
     ]
+
+
+def test_moves_and_copies_hold_no_token_up(model: Path) -> None:
+    """The median step while experts move, again and again, is about that of before. Of single steps nothing is asked: any machine has slow
+    ones."""
+    with placed(model) as team:
+
+        def median(steps: int, going_on: Callable[[], bool] = lambda: False) -> float:
+            times: list[float] = []
+            stamps: list[float] = []
+            while len(times) < steps or going_on():
+                stamps.clear()
+                Decoding().run(team.session, before_step=lambda _: stamps.append(time.perf_counter()))
+                times += [later - at for at, later in pairwise(stamps)][1:]
+            return statistics.median(times)
+
+        def keep_moving() -> BalanceReport:
+            for _ in range(6):
+                team.rebalance(loads(team), replicas=1, min_gain=0.0)
+                report = team.rebalance([row[::-1] for row in loads(team)], replicas=0, min_gain=0.0)
+            return report
+
+        before = median(300)
+        thread = threading.Thread(target=keep_moving)
+        thread.start()
+        during = median(300, thread.is_alive)
+        thread.join()
+        assert during <= 1.5 * max(before, median(300)), f"{1e3 * during:.2f} ms, before {1e3 * before:.2f} ms"

@@ -344,6 +344,29 @@ def test_an_operator_who_leaves_the_queue_takes_its_wish_along(operated: Operati
     assert set(operated.models()) == {"one", "three"}
 
 
+def test_a_model_stays_open_for_what_a_caller_who_has_gone_began(operated: Operating, models: tuple[Path, Path]) -> None:
+    operated.load(models[1], "two")
+    loop, hosted = operated.serving.loop, operated.serving.server.host.find("two")
+    began, end, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def look(_: object) -> None:
+        began.set()
+        assert end.wait(PATIENCE)
+        assert hosted.team.session.telemetry().steps.tolist() == [0] * 4
+        ended.set()
+
+    caller = asyncio.run_coroutine_threadsafe(hosted.aside(look), loop)
+    assert began.wait(PATIENCE)
+    caller.cancel()
+    unloading = operated.stub.UnloadModel.future(op.UnloadModelRequest(name="two"), timeout=PATIENCE)
+    until(lambda: hosted.closing, "it is being closed")
+    assert not unloading.done()
+    end.set()
+    unloading.result()
+    assert ended.is_set()
+    assert set(operated.models()) == {"one"}
+
+
 def test_a_server_stops_cleanly_with_several_models_and_requests(models: tuple[Path, Path], tmp_path: Path) -> None:
     with operating(models[0], tmp_path, name="one", kv_memory=64 << 20) as running:
         running.load(models[1], "two")

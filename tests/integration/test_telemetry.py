@@ -10,7 +10,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from colibri.v1 import operator_pb2 as op
+from colibri.v1 import inference_pb2 as pb, operator_pb2 as op
 from service.client import generate_request
 from service.load import SPANS
 from service.load_messages import read_load
@@ -90,6 +90,17 @@ def test_moving_windows_hold_what_was_sent_and_let_it_go(operated: Operating) ->
     for window in watch(operated, windows=[60, 1, 60]).windows:
         assert len(window.layers) == operated.serving.server.default.model.info.layers
     assert len(watch(operated, windows=[60, 1, 60]).windows) == 2
+
+
+def test_rerouted_tokens_are_those_that_the_answer_counts(operated: Operating) -> None:
+    before = read_load(watch(operated).load)
+    policy = pb.RoutingPolicy(damping=pb.RoutingPolicy.DAMPING_HEAT, threshold=1, margin=100)
+    request = generate_request(tokens=[3] * PROMPT, max_tokens=ANSWER, temperature=0, ignore_eos=True, routing=policy)
+    finish = operated.serving.client.complete(request).finish
+    after = read_load(watch(operated).load)
+    assert finish.rerouted > 0
+    assert int((after.rerouted - before.rerouted).sum()) == finish.rerouted
+    assert 0 < after.rerouted_share.max() <= 1
 
 
 @pytest.mark.parametrize("window", [0, 2, 3600])

@@ -51,8 +51,8 @@ def test_a_variable_that_is_no_number_is_named(variable: str, raw: str) -> None:
 def test_damping_is_a_kind_with_numbers_and_a_scope() -> None:
     assert ServeConfig().default_damping is None
     environ = {"COLIBRI_DAMPING": "heat,margin=0.5", "COLIBRI_DAMPING_SCOPE": "batch"}
-    assert ServeConfig.from_env(environ).default_damping == Damping("heat", scope="batch", margin=0.5)
-    assert ServeConfig(damping="reuse").default_damping == Damping("reuse", scope="batch")
+    assert ServeConfig.from_env(environ).default_damping == Damping("heat", scope="batch", growth=1.15, margin=0.5)
+    assert ServeConfig(damping="reuse").default_damping == Damping("reuse", scope="batch", margin=0.5)
 
 
 @pytest.mark.parametrize(

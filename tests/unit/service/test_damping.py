@@ -14,8 +14,8 @@ from service.damping import NUMBERS, RECOMMENDED, DampingError, describe_damping
     ("text", "scope", "expected"),
     [
         ("off", "", None),
-        ("heat", "", Damping("heat", scope="sequence")),
-        ("heat", "batch", Damping("heat", scope="batch")),
+        ("heat", "", Damping("heat", scope="sequence", growth=1.05)),
+        ("heat", "batch", Damping("heat", scope="batch", growth=1.15)),
         (
             "capacity,capacity_factor=1.5,decay=0.9,margin=0.25",
             "",
@@ -26,8 +26,8 @@ from service.damping import NUMBERS, RECOMMENDED, DampingError, describe_damping
             "",
             Damping("heat", scope="sequence", threshold=5, growth=3.0, decay=0.0, max_rerouted=0.1),
         ),
-        ("reuse", "", Damping("reuse", scope="batch")),
-        ("reuse", "batch", Damping("reuse", scope="batch")),
+        ("reuse", "", Damping("reuse", scope="batch", margin=0.5)),
+        ("reuse", "batch", Damping("reuse", scope="batch", margin=0.5)),
     ],
 )
 def test_words_are_understood(text: str, scope: str, expected: Damping | None) -> None:

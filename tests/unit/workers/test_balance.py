@@ -42,7 +42,7 @@ LOADS = st.one_of(st.integers(0, 1000).map(float), st.sampled_from([0.0, 1.0, 1e
 
 
 @st.composite
-def cases(draw: st.DrawFn, *, experts: int = 40, most_nodes: int = 6, layers: int = 3, capacities: bool = True) -> Case:
+def cases(draw: st.DrawFn, *, experts: int = 24, most_nodes: int = 6, layers: int = 3, capacities: bool = True) -> Case:
     nodes = draw(st.lists(st.integers(0, 1023), min_size=1, max_size=most_nodes, unique=True))
     replicas = draw(st.integers(0, 3))
     loads, sizes, current = [], [], []
@@ -76,7 +76,7 @@ def held(case: Case, copies: Sequence[Sequence[Sequence[int]]], node: int) -> in
     )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(cases())
 def test_plan_keeps_every_bound(case: Case) -> None:
     plan = case.plan(**FREE)
@@ -92,7 +92,7 @@ def test_plan_keeps_every_bound(case: Case) -> None:
         assert plan.reason == ONE_NODE
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(cases())
 def test_plan_is_never_worse_than_before(case: Case) -> None:
     plan = case.plan(**FREE)
@@ -104,7 +104,7 @@ def test_plan_is_never_worse_than_before(case: Case) -> None:
         assert plan.after.layers[layer] * mean == pytest.approx(then, rel=5e-3) or not mean
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 @given(cases())
 def test_steps_lead_from_what_there_is_to_what_is_planned(case: Case) -> None:
     plan = case.plan(**FREE)
@@ -136,7 +136,7 @@ def placements(count: int, nodes: Sequence[int], extra: int) -> Iterator[list[tu
                 yield [first, *rest]
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(cases(experts=5, most_nodes=3, layers=1, capacities=False))
 def test_small_case_is_within_two_percent_of_exhaustive_search(case: Case) -> None:
     plan = case.plan(**FREE)
