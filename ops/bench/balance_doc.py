@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from ops.bench.balance_doc_text import BEFORE, COMMANDS, JUDGED, NODES, POLICIES, SPEED
-from ops.bench.balance_report import LIMITS, BalanceReport, Case, cost, merge, read_balance, score
+from ops.bench.balance_report import LIMITS, BalanceReport, Case, both, cost, merge, read_balance
 from ops.bench.balance_settings import numbers_of, read_setting, write_setting
 from ops.bench.balance_speed_report import OFF, SpeedReport, SpeedRow, read_speed
 from ops.bench.balance_traffic import MIXED, SHIFTING
@@ -73,13 +73,17 @@ def _recommended(report: BalanceReport) -> Iterator[str]:
     first, limit = _first(report), LIMITS[0]
     yield "## Recommended\n"
     yield f"For experts spread over nodes, losing at most {limit:.1%} on {first} traffic (variance of queues; of the longest queue):\n"
-    aims: dict[str, Callable[[Case, str], float]] = {"both variances": score, "that of the longest queue": _longest}
+    aims: dict[str, Callable[[Case, str], float]] = {"both": both, "variance of queues": _queues, "of the longest queue": _longest}
     for what, measure in aims.items():
         for scope in ("batch", "sequence"):
             able = [(measure(case, first), case) for case in _evening(report, scope) if cost(case, first) <= limit]
             least, best = min(able, key=lambda pair: pair[0], default=(0.0, None))
             yield f"- {what}, scope {scope}: {_found(best, first) if best and least < 0 else 'nothing lowers it'}"
     yield from _two_thirds(report)
+
+
+def _queues(case: Case, traffic: str) -> float:
+    return case.judgements[traffic].variance
 
 
 def _longest(case: Case, traffic: str) -> float:
@@ -101,7 +105,7 @@ def _two_thirds(report: BalanceReport) -> Iterator[str]:
     first = _first(report)
     for scope in ("batch", "sequence"):
         cases = _evening(report, scope)
-        if able := [case for case in cases if score(case, first) <= -GOAL]:
+        if able := [case for case in cases if both(case, first) <= -GOAL]:
             how = _found(min(able, key=lambda case: cost(case, first)), first)
         else:
             least = max((-case.judgements[first].variance for case in cases), default=0.0)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ops.bench.balance_report import LIMITS, BalanceReport, Case, by_group, cost, front
+from ops.bench.balance_report import LIMITS, BalanceReport, Case, by_group, cost
 from ops.bench.balance_run import Judgement
 from ops.bench.measure import BenchError
 
@@ -55,7 +55,9 @@ def draw_balance(report: BalanceReport, out: Path) -> list[Path]:
         _policies(flat[1], evening, first, variance, f"{first}: variance of queue lengths")
         _policies(flat[2], reuse, first, active, f"{first}: experts in use")
         for panel, (group, cases) in zip(flat[3:], _shown_by_kind(evening), strict=False):
-            _kinds(panel, cases, list(report.undamped), f"{group[0]}, scope {group[1]}: by traffic")
+            measure = longest_variance if group[1] == "batch" else variance
+            what = "longest queue" if group[1] == "batch" else "queues"
+            _kinds(panel, cases, list(report.undamped), measure, f"{group[0]}, {group[1]}: variance of {what}")
         for panel in flat[3 + len(_shown_by_kind(evening)) :]:
             panel.set_axis_off()
         figure.supxlabel(f"{report.model}, {report.streams} streams, commit {report.machine.commit or 'unknown'}", fontsize=8)
@@ -66,13 +68,17 @@ def draw_balance(report: BalanceReport, out: Path) -> list[Path]:
 
 
 def _shown_by_kind(groups: Sequence[tuple[tuple[str, str], list[Case]]]) -> list[tuple[tuple[str, str], list[Case]]]:
-    """One a scope and, if there is room, one more: those that reach furthest."""
+    """Three that reach furthest within the larger limit, each scope being there."""
 
     def reach(entry: tuple[tuple[str, str], list[Case]]) -> float:
         found = [next(iter(case.judgements.values())) for case in entry[1]]
-        return min((one.longest_variance for one in found if one.change.share <= max(LIMITS)), default=1.0)
+        return min((one.variance for one in found if one.change.share <= max(LIMITS)), default=1.0)
 
-    return sorted(groups, key=reach)[:3]
+    ordered = sorted(groups, key=reach)
+    firsts = [next((entry for entry in ordered if entry[0][1] == scope), None) for scope in ("batch", "sequence")]
+    chosen = [entry for entry in firsts if entry is not None]
+    chosen += [entry for entry in ordered if entry not in chosen][: 3 - len(chosen)]
+    return [entry for entry in groups if entry in chosen]
 
 
 def _policies(panel: Axes, groups: Sequence[tuple[tuple[str, str], list[Case]]], traffic: str, measure: Measure, title: str) -> None:
@@ -86,10 +92,10 @@ def _policies(panel: Axes, groups: Sequence[tuple[tuple[str, str], list[Case]]],
     _finish(panel, title)
 
 
-def _kinds(panel: Axes, cases: Sequence[Case], traffics: Sequence[str], title: str) -> None:
+def _kinds(panel: Axes, cases: Sequence[Case], traffics: Sequence[str], measure: Measure, title: str) -> None:
     for traffic in traffics:
-        tried = [case for case in front(cases, traffic) if cost(case, traffic) <= _MOST_COST]
-        points = _envelope([(100 * cost(case, traffic), longest_variance(case.judgements[traffic])) for case in tried])
+        tried = [case for case in cases if traffic in case.judgements and cost(case, traffic) <= _MOST_COST]
+        points = _envelope([(100 * cost(case, traffic), measure(case.judgements[traffic])) for case in tried])
         panel.plot(*zip((0.0, 100.0), *points, strict=True), marker="o", markersize=3.5, label=traffic)
     _finish(panel, title)
 

@@ -133,10 +133,18 @@ def cost(case: Case, traffic: str) -> float:
 
 
 def score(case: Case, traffic: str) -> float:
-    """What it is for, less being better: how much larger the variances of queues and of the longest queue are, that which is lowered less;
-    with reuse, the number of experts in use."""
+    """What it is for, less being better. Scope batch: how much larger the variances of queues and of the longest queue are, that which is
+    lowered less; scope sequence, which knows no queue: the former; reuse: the number of experts in use."""
     found = case.judgements[traffic]
-    return found.queue.active / found.undamped.active - 1 if case.damping.kind == "reuse" else max(found.variance, found.longest_variance)
+    if case.damping.kind == "reuse":
+        return found.queue.active / found.undamped.active - 1
+    return found.variance if case.damping.scope == "sequence" else both(case, traffic)
+
+
+def both(case: Case, traffic: str) -> float:
+    """How much larger the variances of queues and of the longest queue are, that which is lowered less."""
+    found = case.judgements[traffic]
+    return max(found.variance, found.longest_variance)
 
 
 def front(cases: Sequence[Case], traffic: str) -> list[Case]:

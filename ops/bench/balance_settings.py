@@ -7,6 +7,7 @@ from dataclasses import fields
 
 from engine_c import Damping
 from ops.bench.measure import BenchError
+from service.damping import make_damping
 
 USED = {
     ("heat", "sequence"): ("threshold", "growth", "decay", "margin", "max_rerouted"),
@@ -36,12 +37,11 @@ _GRIDS: dict[tuple[str, str], tuple[dict[str, tuple[float, ...]], ...]] = {
 GROUPS = tuple(USED)
 """Every (policy, scope) there is."""
 
-RECOMMENDED = (
-    Damping("heat", scope="sequence", margin=1.0),
-    Damping("capacity", scope="batch", margin=1.0),
-    Damping("reuse", scope="batch", margin=1.0),
-)
-"""What the speed is measured of if nothing else is asked for."""
+
+def recommended() -> list[Damping]:
+    """What the service takes of each if no numbers are named."""
+    dampings = (make_damping(policy, scope=scope, numbers={}) for policy, scope in GROUPS)
+    return [damping for damping in dampings if damping is not None]
 
 
 def sweep(policy: str, scope: str) -> list[Damping]:
