@@ -67,7 +67,7 @@ def balance_speed(
 ) -> None:
     """All policies in turn, 16 steps each, so that ratios are of the same moment."""
     from engine_c import Model as EngineModel
-    from ops.bench.balance_settings import RECOMMENDED, write_setting
+    from ops.bench.balance_settings import recommended, write_setting
     from ops.bench.balance_speed import measure_speed, random_traffic
     from ops.bench.balance_traffic import load_texts, make_traffic, names
 
@@ -78,7 +78,7 @@ def balance_speed(
     else:
         found = load_texts(path, texts)
         traffic = make_traffic(names(found)[0], found, streams=streams, context=context)
-    cases = {write_setting(damping): damping for damping in _dampings(settings) or RECOMMENDED}
+    cases = {write_setting(damping): damping for damping in _dampings(settings) or recommended()}
     config = bench_config(workers, threads)
     measure(
         "balance-speed",

@@ -11,9 +11,9 @@ import pytest
 from engine_c import Damping
 from ops.bench.balance_doc import DATA, document, judged
 from ops.bench.balance_nodes import Replay
-from ops.bench.balance_report import BalanceReport, Case, NodeRow, front, merge, read_balance, score
+from ops.bench.balance_report import LIMITS, BalanceReport, Case, NodeRow, front, merge, read_balance, score
 from ops.bench.balance_run import Judgement
-from ops.bench.balance_settings import GROUPS, numbers_of, read_setting, sweep, write_setting
+from ops.bench.balance_settings import GROUPS, numbers_of, read_setting, recommended, sweep, write_setting
 from ops.bench.balance_speed_report import read_speed
 from ops.bench.balance_stats import Change, QueueStats
 from ops.bench.measure import BenchError, Machine
@@ -69,6 +69,14 @@ def test_what_is_recommended_keeps_within_the_limit_and_nothing_chosen_is_beaten
                 assert setting == write_setting(min(able, key=lambda one: score(one, first)).damping)
 
 
+def test_what_the_service_takes_by_itself_keeps_within_the_smaller_limit() -> None:
+    whole = judged()
+    first = next(iter(whole.undamped))
+    losses = {write_setting(one.damping): one.judgements[first].change.share for one in whole.cases}
+    for damping in recommended():
+        assert losses[write_setting(damping)] <= LIMITS[0]
+
+
 def test_settings_that_another_beats_are_not_on_the_front() -> None:
     assert front([WORSE, BETTER, GOOD], "mixed") == [GOOD, BETTER]
 
@@ -103,13 +111,13 @@ def test_the_verdict_on_reuse_follows_from_the_gain_with_as_many_experts(tmp_pat
     assert "+10.0% (+8.9% to +21.0%) tokens/s with `big.colibri`. Worth trying" in text
     speed(tmp_path / "balance-speed-a.json", low=0.8)
     assert "Not recommended: the gain is not above the scatter." in document(tmp_path)
-    assert "scope sequence: nothing" in text
+    assert "scope sequence: nothing lowers it" in text
 
 
 def test_what_is_wanted_is_said_to_be_had_at_the_least_loss_or_not_at_all(tmp_path: Path) -> None:
     (tmp_path / "balance-judged-a.json").write_text(HEAT.as_json(), encoding="utf-8")
     text = document(tmp_path)
-    assert "- both variances, scope batch: `heat`, growth 1.2, margin 2, max_rerouted 1: -75%; -75%; perplexity +0.40% ± 0.10%" in text
+    assert "- both, scope batch: `heat`, growth 1.2, margin 2, max_rerouted 1: -75%; -75%; perplexity +0.40% ± 0.10%" in text
     assert "- both lower by 68% at least, at any loss, scope batch: `heat`, growth 1.2," in text
     assert "at any loss, scope sequence: no setting" in text
 
