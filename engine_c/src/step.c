@@ -253,15 +253,6 @@ static void note_margins(colibri_session *s, const colibri_batch *b, int router_
       margins[row] = !b->seqs[n].margins || s->route_bad[row] ? NAN : margin_of(s->scores + (int64_t)row * experts, experts, k, ids + (int64_t)row * k);
 }
 
-/* The weights of rows whose experts damping changed, from their undamped scores. */
-static void weigh_changed(colibri_session *s, int layer, const int32_t *ids, float *weights) {
-  const colibri_router *r = &s->model->router;
-  for (int64_t row = 0; row < s->n_rows; row++)
-    if (s->changed[row])
-      colibri_route_weigh(r, &s->model->layers[layer].route, s->env.kernels, s->env.arena.gate + row * r->experts, r->experts, 1, ids + row * r->k,
-                          s->route_bad + row, weights + row * r->k);
-}
-
 /* What comes after the router's own choice, if some sequence asks for it. Returns how many rows were changed. */
 static int damp(colibri_session *s, const colibri_batch *b, int layer, int router_layer, int32_t *ids, float *weights) {
   const colibri_router *r = &s->model->router;
@@ -272,7 +263,8 @@ static int damp(colibri_session *s, const colibri_batch *b, int layer, int route
   colibri_damp_rows rows = {.layer = router_layer, .n_rows = s->n_rows, .logits = colibri_router_by_logits(r, &s->model->layers[layer].route),
                             .scores = s->scores, .bad = s->route_bad, .ids = ids, .changed = s->changed};
   int changed = colibri_damp(&s->damper, b, &rows);
-  if (changed) weigh_changed(s, layer, ids, weights);
+  if (changed) /* of all rows at once: those left alone get the bits they have */
+    colibri_route_weigh(r, &s->model->layers[layer].route, s->env.kernels, s->env.arena.gate, r->experts, s->n_rows, ids, s->route_bad, weights);
   return changed;
 }
 
