@@ -131,8 +131,8 @@ class Model(_Handle):
             raise fail(err)
 
     def remap(self, part: Part) -> None:
-        """Maps a part's bytes from its descriptor, which stays the caller's and must hold the same bytes, in this process, while threads may
-        read them. EngineError EINVAL, EIO, EFORMAT, ENOMEM."""
+        """Maps a part's bytes, in this process, from its descriptor, which stays the caller's and must hold the same bytes: others may read
+        them meanwhile. EngineError EINVAL, EIO, EFORMAT, ENOMEM."""
         err = ffi.new("colibri_error *")
         if lib.colibri_model_remap(self._pointer, ffi.new("colibri_part[]", [(part.fd, part.node, part.offset, part.bytes)]), err):
             raise fail(err)

@@ -136,9 +136,7 @@ class Supervisor:
         return [
             index
             for index in sorted((self._slots.keys() | self._wanted.keys()) - set(ignoring))
-            if (slot := self._slots.get(index)) is None
-            or slot.life.state is not State.READY
-            or slot.spec != self._wanted.get(index)
+            if (slot := self._slots.get(index)) is None or slot.life.state is not State.READY or slot.spec != self._wanted.get(index)
         ]
 
     def _failed(self, ignoring: Collection[int]) -> Slot | None:

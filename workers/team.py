@@ -94,9 +94,7 @@ class Team:
         self.supervisor = supervisor
         self.topology = topology
         self._scaling = scaling
-        self._rebalancer = Rebalancer(
-            image, model, supervisor, topology, front_node=scaling.plan.front_node, speeds=self._lanes_of_nodes
-        )
+        self._rebalancer = Rebalancer(image, model, supervisor, topology, front_node=scaling.plan.front_node, speeds=self._lanes_of_nodes)
         self._keeper: Keeper | None = None
         self._front_degraded: tuple[str, ...] = ()
 
