@@ -10,6 +10,7 @@ import pytest
 from colibri.v1 import experts_pb2, inference_pb2 as pb
 from engine_c import Damping
 from engine_c.structs import ModelInfo
+from service.damping import make_damping
 from service.faults import InvalidField
 from service.routing import choose_damping, policy_message, read_policy
 
@@ -78,8 +79,8 @@ def test_no_damping_is_a_policy_of_its_own() -> None:
 
 def test_unset_numbers_are_the_recommended_ones_and_not_the_defaults() -> None:
     default = Damping("heat", scope="sequence", threshold=9, margin=9.0)
-    assert choose(Policy(damping=Policy.DAMPING_HEAT), default=default) == Damping("heat", scope="sequence")
-    assert choose(Policy(damping=Policy.DAMPING_REUSE)) == Damping("reuse", scope="batch")
+    assert choose(Policy(damping=Policy.DAMPING_HEAT), default=default) == make_damping("heat", numbers={})
+    assert choose(Policy(damping=Policy.DAMPING_REUSE)) == make_damping("reuse", numbers={})
 
 
 def test_the_default_is_for_requests_with_neither_policy_nor_seed() -> None:
@@ -96,7 +97,7 @@ def test_a_seed_and_scope_batch_exclude_each_other() -> None:
         assert field == "routing.scope"
         assert "seed" in sentence
     assert refused(Policy(damping=Policy.DAMPING_REUSE), seeded=True)[0] == "routing.scope"
-    assert choose(Policy(damping=Policy.DAMPING_HEAT), seeded=True) == Damping("heat", scope="sequence")
+    assert choose(Policy(damping=Policy.DAMPING_HEAT), seeded=True) == make_damping("heat", numbers={})
 
 
 def test_a_model_without_routers_cannot_be_damped() -> None:
