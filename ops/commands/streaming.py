@@ -31,12 +31,11 @@ Timeout = Annotated[float | None, typer.Option(min=0.001, help="Deadline in seco
 
 @dataclass(frozen=True, slots=True)
 class Streamed:
-    """A whole answer. Seconds are the client's: from the call to the first text, and from there to the end."""
+    """A whole answer. `first_s`: seconds from the call to the first text, by the client's clock."""
 
     text: str
     finish: pb.Finish
     first_s: float
-    rest_s: float
 
     def summary(self) -> str:
         """Usage, speed and why it ended, on one line."""
@@ -46,8 +45,9 @@ class Streamed:
         parts.append(f"first after {self.first_s * 1000:.0f} ms")
         if self.finish.routed:
             parts.append(f"{self.finish.rerouted / self.finish.routed:.2%} rerouted")
-        if usage.completion_tokens > 1 and self.rest_s > 0:
-            parts.append(f"{(usage.completion_tokens - 1) / self.rest_s:.1f} tokens/s")
+        rest_ms = self.finish.timings.decode_ms  # the server's: what comes in one packet would look as if it had taken no time
+        if usage.completion_tokens > 1 and rest_ms > 0:
+            parts.append(f"{1000 * (usage.completion_tokens - 1) / rest_ms:.1f} tokens/s")
         return "; ".join(parts)
 
     def _reason(self) -> str:
@@ -68,11 +68,9 @@ def show_stream(events: Iterable[pb.Delta | pb.Finish], *, write: Callable[[str]
         first = first or time.perf_counter()
         texts.append(event.text)
         write(event.text)
-    end = time.perf_counter()
     if finish is None:
         raise CommandError("the server's answer ended without its terminal message: not a Colibri server?")
-    first = first or end
-    return Streamed("".join(texts), finish, first - begin, end - first)
+    return Streamed("".join(texts), finish, (first or time.perf_counter()) - begin)
 
 
 def write_text(text: str) -> None:
