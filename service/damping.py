@@ -27,7 +27,7 @@ RECOMMENDED: Mapping[tuple[str, str], Mapping[str, int | float]] = {
 """By kind and scope, where the engine's own defaults are not what docs/balance.md recommends."""
 _USED = {
     ("heat", "sequence"): ("threshold", "growth", "decay"),
-    ("heat", "batch"): ("threshold", "growth", "decay"),
+    ("heat", "batch"): ("growth",),
     ("capacity", "sequence"): ("capacity_factor", "decay"),
     ("capacity", "batch"): ("capacity_factor",),
     ("reuse", "batch"): (),
@@ -74,7 +74,12 @@ def parse_damping(text: str, *, scope: str = "") -> Damping | None:
     numbers = dict(_parse_setting(setting) for setting in settings)
     if kind == OFF and (numbers or scope):
         raise DampingError("damping", "is off; it takes no scope and no numbers")
-    return make_damping(kind, scope=scope, numbers=numbers)
+    damping = make_damping(kind, scope=scope, numbers=numbers)
+    for name in numbers:
+        if damping is not None and name not in used_numbers(damping):
+            used = ", ".join(used_numbers(damping))
+            raise DampingError(name, f"is without effect on {kind} of scope {damping.scope}, which has {used}; leave it out")
+    return damping
 
 
 def _parse_setting(setting: str) -> tuple[str, int | float]:
@@ -88,9 +93,14 @@ def _parse_setting(setting: str) -> tuple[str, int | float]:
         raise DampingError(name, f"is {value!r}; it must be {what}") from None
 
 
+def used_numbers(damping: Damping) -> tuple[str, ...]:
+    """Those of NUMBERS that its kind and scope use."""
+    return (*_USED[damping.kind, damping.scope], "margin", "max_rerouted")
+
+
 def describe_damping(damping: Damping | None) -> str:
     """In words, with the numbers that its kind uses."""
     if damping is None:
         return OFF
-    names = (*_USED[damping.kind, damping.scope], "margin", "max_rerouted")
-    return f"{damping.kind}, scope {damping.scope}, " + ", ".join(f"{name} {getattr(damping, name):g}" for name in names)
+    numbers = ", ".join(f"{name} {getattr(damping, name):g}" for name in used_numbers(damping))
+    return f"{damping.kind}, scope {damping.scope}, {numbers}"

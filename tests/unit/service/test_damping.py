@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from engine_c import Damping
-from service.damping import NUMBERS, RECOMMENDED, DampingError, describe_damping, make_damping, parse_damping
+from engine_c.damp import damp_scores
+from service.damping import NUMBERS, RECOMMENDED, DampingError, describe_damping, make_damping, parse_damping, used_numbers
 
 
 @pytest.mark.parametrize(
@@ -101,7 +103,24 @@ def test_recommended_numbers_are_taken_where_none_are_given() -> None:
 def test_a_description_has_the_numbers_its_kind_uses() -> None:
     assert describe_damping(None) == "off"
     assert describe_damping(Damping("heat", scope="batch", threshold=4, growth=2.0, decay=0.5, margin=0.25, max_rerouted=0.5)) == (
-        "heat, scope batch, threshold 4, growth 2, decay 0.5, margin 0.25, max_rerouted 0.5"
+        "heat, scope batch, growth 2, margin 0.25, max_rerouted 0.5"
     )
     assert "capacity_factor 1.5" in describe_damping(Damping("capacity", capacity_factor=1.5))
     assert "threshold" not in describe_damping(Damping("reuse", scope="batch"))
+
+
+@pytest.mark.parametrize(("kind", "scope"), [*RECOMMENDED, ("capacity", "batch")])
+def test_numbers_that_are_not_used_change_nothing_and_are_refused_in_words(kind: str, scope: str) -> None:
+    damping = make_damping(kind, scope=scope, numbers={"margin": 100.0, "capacity_factor": 1.25})
+    assert damping is not None
+    scores = np.random.default_rng(1).normal(size=(48, 8)).astype(np.float32)
+    routes = damp_scores(damping, scores, k=2)
+    assert routes[1].any()
+    others: dict[str, int | float] = {"threshold": 17, "growth": 40.0, "decay": 0.25, "capacity_factor": 2.5}
+    for name, number in others.items():
+        again = damp_scores(replace(damping, **{name: number}), scores, k=2)  # type: ignore[arg-type]
+        same = all(np.array_equal(one, other) for one, other in zip(routes, again, strict=True))
+        assert same is (name not in used_numbers(damping)), name
+        if same:
+            with pytest.raises(DampingError, match="without effect"):
+                parse_damping(f"{kind},{name}={number}", scope=scope)
