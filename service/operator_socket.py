@@ -27,6 +27,12 @@ def socket_path(config: ServeConfig, port: int) -> Path | None:
     return runtime_dirs()[0] / f"{_PREFIX}{key}{_SUFFIX}"
 
 
+def check_socket(config: ServeConfig) -> None:
+    """Whether a socket that was asked for by its path can be had, before a model is loaded for it. Raises ConfigError."""
+    if config.operator_socket not in ("auto", "none"):
+        prepare(Path(config.operator_socket), own_folder=False)
+
+
 def prepare(path: Path, *, own_folder: bool) -> None:
     """Makes a path fit to listen on: its folder there, ours and closed to others; nobody listening on it. ConfigError says why not.
 

@@ -13,6 +13,8 @@ import typer
 from ops.commands.convert import Quant, progress_bar
 from ops.commands.logits import KvFormat
 
+MADE_HERE = ("demo", "random")
+
 
 class FrontLane(StrEnum):
     """Whether the front end computes while it waits."""
@@ -89,12 +91,14 @@ def register(app: typer.Typer) -> None:
         max_queue: Annotated[int | None, typer.Option(help="Requests that may wait (256).")] = None,
         max_queue_tokens: Annotated[int | None, typer.Option(help="Prompt tokens that may wait (262144).")] = None,
         default_max_tokens: Annotated[int | None, typer.Option(help="Length of an answer if a request does not say (512).")] = None,
-        damping: Annotated[str | None, typer.Option(help="Damping of requests that do not say: off, heat, capacity, reuse (off).")] = None,
+        damping: Annotated[
+            str | None, typer.Option(help="Of requests that do not say: off, heat, capacity, reuse, or heat,margin=0.5 (off).")
+        ] = None,
         damping_scope: Annotated[str | None, typer.Option(help="What it looks at together: sequence or batch (sequence).")] = None,
         drain_grace: Annotated[float | None, typer.Option(help="Seconds that answers may take to finish after SIGTERM (30).")] = None,
         hang_ms: Annotated[int | None, typer.Option(help="A worker that holds a task longer is killed (1000); 0: never.")] = None,
         log_level: Annotated[LogLevel, typer.Option(help="What goes to stderr.")] = LogLevel.INFO,
-        quant: Annotated[Quant, typer.Option(help="Weight format of demo and random; tiny is int8.")] = Quant.BF16,
+        quant: Annotated[Quant | None, typer.Option(help="Weight format of demo and random, which are made here (bf16).")] = None,
     ) -> None:
         from service.config import ServeConfig, cache_dir
 
@@ -132,11 +136,16 @@ def register(app: typer.Typer) -> None:
             hang_ms=hang_ms,
         )
         logging.basicConfig(level=log_level.value.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-        settings = settings.with_(model=container(model, cache_dir(), quant.value))
+        if quant is not None and model not in MADE_HERE:
+            made = " and ".join(MADE_HERE)
+            raise typer.BadParameter(f"--quant {quant.value}: only {made} are made here; {model} has a format already: leave it out")
+        settings = settings.with_(model=container(model, cache_dir(), (quant or Quant.BF16).value))
         from service.address import check_address
         from service.opening import begin_opening
+        from service.operator_socket import check_socket
 
         check_address(settings)
+        check_socket(settings)
         opening = begin_opening(settings)
         from service.server import Server  # takes about as long to import as the team to open
 

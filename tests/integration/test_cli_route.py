@@ -95,11 +95,11 @@ def test_generate_and_chat_take_damping(target: str) -> None:
 def test_the_default_is_shown_and_changed(target: str, runtime: Path) -> None:
     where = ["--operator", f"unix:{runtime / 'operators'}"]
     assert done("routing", *where) == "served: off\n"
-    changed = done("routing", "--damping", "heat,threshold=5", "--damping-scope", "batch", *where)
-    assert changed.startswith("served: heat, scope batch, threshold 5, ")
+    changed = done("routing", "--damping", "heat,growth=5", "--damping-scope", "batch", *where)
+    assert changed.startswith("served: heat, scope batch, growth 5, ")
     assert changed.endswith("(before: off)\n")
     policy = json.loads(done("routing", "--json", *where))["policy"]
-    assert (policy["damping"], policy["scope"], policy["threshold"]) == ("DAMPING_HEAT", "SCOPE_BATCH", 5)
+    assert (policy["damping"], policy["scope"], policy["growth"]) == ("DAMPING_HEAT", "SCOPE_BATCH", 5)
     assert done("routing", "--damping", "off", *where).startswith("served: off (before: heat, ")
 
 
@@ -114,9 +114,14 @@ def test_the_default_is_shown_and_changed(target: str, runtime: Path) -> None:
         (["route", "x", "--damping", "reuse", "--damping-scope", "sequence"], 2, "--damping-scope"),
         (["route", "x", "--damping-scope", "batch"], 2, "--damping"),
         (["generate", "x", "--damping", "heat,warmth=1"], 2, "'warmth=1'"),
+        (["generate", "x", "--damping", "heat,capacity_factor=2"], 2, "capacity_factor is without effect on heat of scope sequence"),
+        (["generate", "x", "--damping", "heat,threshold=2", "--damping-scope", "batch"], 2, "which has growth, margin, max_rerouted"),
         (["chat", "x", "--damping", "off,margin=1"], 2, "no numbers"),
         (["routing", "--damping", "heat", "--damping-scope", "world"], 2, "'world'"),
+        (["serve", "tiny", "--quant", "int4"], 2, "--quant int4"),
+        (["serve", "tiny", "--operator-socket", "nowhere/s"], 1, "nowhere is not a directory"),
         (["serve", "tiny", "--damping", "warm"], 1, "'warm'"),
+        (["serve", "tiny", "--damping", "reuse,decay=1"], 1, "decay is without effect"),
         (["serve", "tiny", "--damping", "heat,decay=2"], 1, "decay"),
         (["serve", "tiny", "--damping", "reuse", "--damping-scope", "sequence"], 1, "damping_scope"),
         (["route", "x", "--model", "absent"], 1, "absent"),

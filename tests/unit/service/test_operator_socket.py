@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from service.config import ConfigError, ServeConfig, runtime_dirs
-from service.operator_socket import prepare, running, socket_path, why_unreachable
+from service.operator_socket import check_socket, prepare, running, socket_path, why_unreachable
 
 
 @pytest.fixture
@@ -41,6 +41,15 @@ def test_a_socket_is_named_by_what_the_server_listens_on(session: Path) -> None:
     assert one.parent == session
     assert socket_path(ServeConfig(operator_socket="none"), 50051) is None
     assert socket_path(ServeConfig(operator_socket="/x/y.sock"), 50051) == Path("/x/y.sock")
+
+
+def test_a_socket_that_was_asked_for_is_tried_before_a_model_is_loaded(tmp_path: Path, session: Path) -> None:
+    check_socket(ServeConfig(operator_socket=str(tmp_path / "s")))
+    for usual in ("auto", "none"):
+        check_socket(ServeConfig(operator_socket=usual))
+    assert not session.exists()
+    with pytest.raises(ConfigError, match="is not a directory; make it first"):
+        check_socket(ServeConfig(operator_socket=str(tmp_path / "absent" / "s")))
 
 
 def test_a_folder_of_our_own_is_made_private(session: Path) -> None:
