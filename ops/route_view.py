@@ -70,7 +70,8 @@ def tables(routes: RouteTable) -> Iterator[RenderableType]:
     """A line a layer, then a line a token if the layers are few."""
     answer = routes.answer
     each = f"{answer.experts_per_layer} experts a layer, {routes.experts.shape[2]} a token"
-    yield Text(f"{answer.model}: {len(answer.token_ids)} tokens, {each}")
+    tokens = "1 token" if len(answer.token_ids) == 1 else f"{len(answer.token_ids)} tokens"
+    yield Text(f"{answer.model}: {tokens}, {each}")
     if answer.routed:
         share = answer.rerouted / answer.routed
         yield Text(f"damping gave other experts to {answer.rerouted} of {answer.routed} pairs of a token and a layer ({share:.2%})")
