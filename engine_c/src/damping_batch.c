@@ -111,12 +111,11 @@ static void fill_table(const batch *b) {
   for (int e = 0; e < d->experts; e++) find_best_to(d, e);
 }
 
-/* What the table knows of a row's pairs is no longer so, in the rows of expert e. */
+/* What the table knows of a row's pairs is no longer so, in the rows of expert e: the losses become bounds, without a mover. */
 static void forget_row(const batch *b, int m, int e) {
   const colibri_damper *d = b->d;
-  const int32_t *mover = d->mover + (size_t)e * (size_t)d->experts;
-  for (int to = 0; to < d->experts; to++)
-    if ((uint32_t)(mover[to] - m * d->k) < (uint32_t)d->k) rescan(b, e, to);
+  int32_t *restrict mover = d->mover + (size_t)e * (size_t)d->experts, first = m * d->k;
+  for (int to = 0, experts = d->experts, k = d->k; to < experts; to++) mover[to] = (uint32_t)(mover[to] - first) < (uint32_t)k ? -1 : mover[to];
   d->stale[e] = 1;
 }
 
@@ -148,7 +147,7 @@ static void make_move(const batch *b, int32_t pair, int to) {
   }
 }
 
-/* Makes the best moves until none saves anything. */
+/* Makes the best moves until none saves anything. A bound that would be the best is found out first: whole queues are looked through seldom. */
 static void settle(const batch *b) {
   colibri_damper *d = b->d;
   fill_table(b);
@@ -160,7 +159,10 @@ static void settle(const batch *b) {
       if (gain > most) most = gain, from = e;
     }
     if (from < 0) return;
-    make_move(b, d->mover[(size_t)from * (size_t)d->experts + (size_t)d->best_to[from]], d->best_to[from]);
+    int to = d->best_to[from];
+    int32_t pair = d->mover[(size_t)from * (size_t)d->experts + (size_t)to];
+    if (pair >= 0) make_move(b, pair, to);
+    else rescan(b, from, to), find_best_to(d, from);
   }
 }
 
@@ -195,13 +197,13 @@ static int32_t find_target(const batch *b, int32_t pair, int from, float *loss) 
   return to;
 }
 
-/* What emptying an expert loses; INFINITY: it cannot be done. */
+/* What emptying an expert loses; INFINITY: it cannot be done, nor ever will: it loses the more, the fewer experts are in use. */
 static float find_emptying(const batch *b, int e) {
   colibri_damper *d = b->d;
   double sum = 0; /* of few floats: exact, whatever their order */
-  float loss;
+  float loss = 0;
   int count = 0;
-  for (int32_t pair = d->head[e]; pair >= 0; pair = d->next[pair], count++) {
+  for (int32_t pair = d->head[e]; pair >= 0 && loss < INFINITY; pair = d->next[pair], count++) {
     d->target[pair] = find_target(b, pair, e, &loss);
     sum += loss;
   }
@@ -217,7 +219,6 @@ static uint64_t rows_changed_by_emptying(const batch *b, int e) {
 /* Moves all of an expert's tokens to their targets; what this makes stale is the emptying of experts that shared a row, or were to give to it. */
 static void empty(const batch *b, int from) {
   colibri_damper *d = b->d;
-  memset(d->stale, 0, (size_t)d->experts);
   for (int32_t pair = d->head[from], next; pair >= 0; pair = next) {
     int m = pair / d->k;
     int32_t *ids = ids_of(b, m), to = d->target[pair];
@@ -235,24 +236,27 @@ static void empty(const batch *b, int from) {
     if (d->target[pair] == from) d->stale[ids_of(b, pair / d->k)[pair % d->k]] = 1;
 }
 
-/* Empties experts, the one first that loses least. d->price: what emptying each loses. */
+/* Empties experts, the one first that loses least. d->price: what emptying each loses; of stale ones a bound, which is found out when it is the least. */
 static void reuse(const batch *b) {
   colibri_damper *d = b->d;
   for (int e = 0; e < d->experts; e++) d->head[e] = -1;
   for (int m = 0; m < b->n; m++) block_row(b, m);
   for (int32_t pair = b->n * d->k - 1; pair >= 0; pair--) link_pair(d, pair, ids_of(b, pair / d->k)[pair % d->k]);
   for (int e = 0; e < d->experts; e++) d->price[e] = find_emptying(b, e);
+  memset(d->stale, 0, (size_t)d->experts);
   for (;;) {
     int least = 0;
     for (int e = 1; e < d->experts; e++)
       if (d->price[e] < d->price[least]) least = e;
     if (!(d->price[least] < INFINITY)) return;
+    if (d->stale[least]) {
+      d->price[least] = find_emptying(b, least), d->stale[least] = 0;
+      continue;
+    }
     uint64_t more = rows_changed_by_emptying(b, least);
     if (more && !colibri_damp_within(b->p, b->pairs, *b->changed + more - 1)) return;
     empty(b, least);
     d->price[least] = INFINITY;
-    for (int e = 0; e < d->experts; e++)
-      if (d->stale[e]) d->price[e] = find_emptying(b, e);
   }
 }
 
