@@ -11,14 +11,14 @@
 
 /* The arrays: where each pointer is, and its elements. */
 typedef struct array { void *at; size_t count, size; } array;
-#define ARRAYS 18
+#define ARRAYS 20
 
 static void list_arrays(colibri_damper *d, size_t max_rows, size_t max_seqs, array *arrays) {
   size_t states = (size_t)d->max_slots * (size_t)d->layers, e = (size_t)d->experts, pairs = max_rows * (size_t)d->k;
 #define ARRAY(name, n) {&d->name, n, sizeof *d->name}
   array all[ARRAYS] = {ARRAY(heat, states * e), ARRAY(pairs, states), ARRAY(changed_pairs, states), ARRAY(step_pairs, max_seqs), ARRAY(step_changed, max_seqs),
                        ARRAY(rows, max_rows), ARRAY(own, pairs), ARRAY(values, max_rows * e), ARRAY(queue, e), ARRAY(cost, max_rows + 2), ARRAY(price, e),
-                       ARRAY(loss, e * e), ARRAY(mover, e * e), ARRAY(block, max_rows * e), ARRAY(best_to, e), ARRAY(stale, e), ARRAY(head, e), ARRAY(next, 3 * pairs)};
+                       ARRAY(loss, e * e), ARRAY(mover, e * e), ARRAY(block, max_rows * e), ARRAY(best_to, e), ARRAY(best_cost, e), ARRAY(loose, e), ARRAY(stale, e), ARRAY(head, e), ARRAY(next, 3 * pairs)};
 #undef ARRAY
   memcpy(arrays, all, sizeof all);
 }

@@ -16,6 +16,9 @@
  *   CAPACITY, SEQUENCE  heat[e] * decay for each token, + 1 for a use; any price where heat[e] + 1 > capacity_factor * (sum of heat + k) / experts.
  *   CAPACITY, BATCH     any price for tokens beyond max(ceil(share), floor(capacity_factor * share)).
  *   REUSE, BATCH        experts are emptied, the one that loses least first, if all its tokens can go to experts that keep theirs.
+ *
+ * HEAT and CAPACITY of scope BATCH look through no more pairs for a layer's best moves than COLIBRI_DAMP_WORK says: long steps whose tokens all want
+ * the same, and may go anywhere, keep the moves made until then. What is given up depends on the step alone.
  */
 #ifndef COLIBRI_DAMPING_H
 #define COLIBRI_DAMPING_H
@@ -23,6 +26,9 @@
 #include "kernels.h"
 
 #define COLIBRI_DAMP_ANY_LOSS 16.0f /* a price above every loss: a place loses at most 1 */
+/* Pairs looked at again: some tens of nanoseconds for each pair and expert, so that damping stays a small part of the experts' work. Steps of some dozen
+ * rows stay far below. */
+#define COLIBRI_DAMP_WORK(rows, k, experts) (65536 + 4 * (int64_t)(rows) * (k) * (experts))
 
 /* State and scratch of one session's damping, sized when it is opened. */
 typedef struct colibri_damper {
@@ -43,7 +49,9 @@ typedef struct colibri_damper {
   /* the cheapest move from one expert to another: what it loses, INFINITY if there is none, and the pair (member * k + place) that would move */
   float *loss;             /* [experts][experts] */
   int32_t *mover;          /* [experts][experts] */
-  int32_t *best_to;        /* [experts] the cheapest expert to move to, price and loss together */
+  int32_t *best_to;        /* [experts] the cheapest expert to move to, price and loss together, */
+  float *best_cost;        /* [experts] and these; if loose, only a lower bound of what the cheapest costs */
+  uint8_t *loose;          /* [experts] */
   float *block;            /* [max_rows][experts] by member: INFINITY for experts that it had chosen or has now, else 0 */
   uint8_t *stale;          /* [experts] */
   int32_t *head;           /* [experts] first pair of each, of the members' */

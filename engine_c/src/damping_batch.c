@@ -18,6 +18,7 @@ typedef struct batch {
   const colibri_damp_rows *r;
   int n;                   /* members */
   uint64_t pairs, *changed;
+  int64_t work;            /* pairs that may still be looked at again */
 } batch;
 
 /* ---------------------------------------------------------------- the table of moves */
@@ -55,8 +56,9 @@ static void offer(const batch *b, int32_t pair) {
   if (now != own) keep_better(&best[own], &mover[own], value - values[own], pair);
 }
 
-static void rescan(const batch *b, int from, int to) {
+static void rescan(batch *b, int from, int to) {
   const colibri_damper *d = b->d;
+  b->work -= d->queue[from];
   size_t at = (size_t)from * (size_t)d->experts + (size_t)to;
   d->loss[at] = INFINITY, d->mover[at] = -1;
   for (int32_t pair = d->head[from]; pair >= 0; pair = d->next[pair]) keep_better(&d->loss[at], &d->mover[at], loss_of(b, pair, to), pair);
@@ -94,7 +96,7 @@ static void find_best_to(const colibri_damper *d, int from) {
     int better = here < least;
     best = better ? e : best, least = better ? here : least;
   }
-  d->best_to[from] = best;
+  d->best_to[from] = best, d->best_cost[from] = least, d->loose[from] = 0;
 }
 
 static void fill_table(const batch *b) {
@@ -139,26 +141,30 @@ static void make_move(const batch *b, int32_t pair, int to) {
   for (int i = 0; i < d->k; i++) forget_row(b, m, ids[i]);
   for (int i = 0; i < d->k; i++) offer(b, m * d->k + i);
   for (int e = 0; e < d->experts; e++) {
-    if (d->stale[e] || d->best_to[e] == to) find_best_to(d, e);
-    else {
-      float old = price_of(d, e, d->best_to[e]), here = price_of(d, e, from);
-      if (here < old || (here == old && from < d->best_to[e])) d->best_to[e] = from;
-    }
+    float here = price_of(d, e, from);
+    if (d->stale[e]) find_best_to(d, e);
+    else if (here < d->best_cost[e]) d->best_to[e] = from, d->best_cost[e] = here, d->loose[e] = 0;
+    else if (d->best_to[e] == to || (here == d->best_cost[e] && from < d->best_to[e])) d->loose[e] = 1;
   }
 }
 
 /* Makes the best moves until none saves anything. A bound that would be the best is found out first: whole queues are looked through seldom. */
-static void settle(const batch *b) {
+static void settle(batch *b) {
   colibri_damper *d = b->d;
   fill_table(b);
-  while (colibri_damp_within(b->p, b->pairs, *b->changed) || *b->changed == b->pairs) { /* or no move can change one more */
+  b->work = COLIBRI_DAMP_WORK(b->n, d->k, d->experts);
+  while (b->work >= 0 && (colibri_damp_within(b->p, b->pairs, *b->changed) || *b->changed == b->pairs)) { /* or no move can change one more */
     int from = -1;
     float most = LEAST_GAIN;
     for (int e = 0; e < d->experts; e++) {
-      float gain = d->cost[d->queue[e]] - price_of(d, e, d->best_to[e]);
+      float gain = d->cost[d->queue[e]] - d->best_cost[e];
       if (gain > most) most = gain, from = e;
     }
     if (from < 0) return;
+    if (d->loose[from]) {
+      find_best_to(d, from);
+      continue;
+    }
     int to = d->best_to[from];
     int32_t pair = d->mover[(size_t)from * (size_t)d->experts + (size_t)to];
     if (pair >= 0) make_move(b, pair, to);
@@ -261,7 +267,7 @@ static void reuse(const batch *b) {
 }
 
 void colibri_damp_batch(colibri_damper *d, const colibri_damping *p, const colibri_damp_rows *r, int n, uint64_t pairs, uint64_t *changed) {
-  batch b = {d, p, r, n, pairs, changed};
+  batch b = {d, p, r, n, pairs, changed, 0};
   int most = 1;
   for (int e = 0; e < d->experts; e++) most = d->queue[e] >= most ? d->queue[e] + 1 : most;
   if (p->kind == COLIBRI_DAMPING_REUSE) reuse(&b);
