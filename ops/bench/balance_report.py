@@ -73,7 +73,7 @@ class BalanceReport:
 
     def tables(self) -> list[Table]:
         """For people: one a traffic."""
-        return [_table(name, self.cases) for name in self.undamped]
+        return [_table(name, self.cases, perplexity) for name, perplexity in self.undamped.items()]
 
 
 def read_balance(path: Path) -> BalanceReport:
@@ -157,16 +157,18 @@ def front(cases: Sequence[Case], traffic: str) -> list[Case]:
     return found
 
 
-def _table(traffic: str, cases: Sequence[Case]) -> Table:
+def _table(traffic: str, cases: Sequence[Case], perplexity: float) -> Table:
     from rich import box
     from rich.table import Table
 
     table = Table(title=f"balance: {traffic}", box=box.SIMPLE_HEAD, title_justify="left")
     for heading in ("setting", "perplexity", "+-", "rerouted", "queue variance", "longest", "its variance", "active"):
         table.add_column(heading, justify="left" if heading == "setting" else "right")
-    for case in cases:
-        if traffic not in case.judgements:
-            continue
+    tried = [case for case in cases if traffic in case.judgements]
+    for queue in [case.judgements[traffic].undamped for case in tried[:1]]:  # the same beside all of them
+        plain = (queue.variance, queue.longest, queue.longest_variance, queue.active)
+        table.add_row("off", f"{perplexity:.2f}", "", "", *(f"{number:.2f}" for number in plain))
+    for case in tried:
         found = case.judgements[traffic]
         queue = found.queue
         cells = [f"{found.change.share:+.2%}", f"{found.change.error:.2%}", f"{found.rerouted:.1%}"]

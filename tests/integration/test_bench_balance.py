@@ -147,6 +147,9 @@ def test_the_command_judges_and_names_what_it_cannot(tiny_model: Path, folder: P
     assert case["traffic"]["words"]["tokens"] == 4 * 24
     shown = bench(*small, "--setting", "capacity/sequence,margin=2", "--traffic", "mixed")
     assert "capacity/sequence" in shown.stdout
+    (off,) = (line.split() for line in shown.stdout.splitlines() if line.split()[:1] == ["off"])
+    assert len(off) == 6, "perplexity and queues without a policy, which the changes are measured by"
+    assert float(off[1]) > 1
     for wrong, sentence in (
         (("--setting", "reuse/sequence"), "no reuse/sequence"),
         (("--setting", "heat/batch,warmth=3"), "heat/batch has no warmth"),
