@@ -74,13 +74,13 @@ def _record(stub: operator_pb2_grpc.OperatorStub, out: Path, *, interval: float,
     except grpc.RpcError as failure:
         if failure.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
             raise
-        raise CommandError(f"the server has gone; {out} has {recorder.windows} windows") from failure
+        raise CommandError(f"the server has gone; {out} has {_counted(recorder.windows)}") from failure
     finally:
         recorder.close()
         messages.cancel()
     before = f", the earlier ones in {recorder.former}" if recorder.former.exists() else ""
     size = human_bytes(out.stat().st_size)
-    console(stderr=True).print(f"{recorder.windows} windows, {at:.1f} s of {name}, in {out} ({size}{before}){ended}", markup=False)
+    console(stderr=True).print(f"{_counted(recorder.windows)}, {at:.1f} s of {name}, in {out} ({size}{before}){ended}", markup=False)
 
 
 def _loads(messages: Iterator[pb.WatchStatsResponse]) -> Iterator[pb.Load]:
@@ -132,3 +132,7 @@ def _parse_size(text: str) -> int:
     if size < _LEAST_SIZE:
         raise typer.BadParameter(f"--max-size {text}: it must be at least {human_bytes(_LEAST_SIZE)}")
     return size
+
+
+def _counted(windows: int) -> str:
+    return "1 window" if windows == 1 else f"{windows} windows"
