@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 VERSION = 1
 _MARK = "colibri_recording"
 _MOST_LAYERS, _MOST_EXPERTS = 4096, 65536
-_MOST = 1 << 63  # counts are below
+_MOST = 1 << 63  # counts are below, and their sums
+_MOST_EXPERT_BYTES = 1 << 40
+_MOST_NODE = (1 << 16) - 1
 _LONGEST_LINE = 64 << 20  # bytes
 _LONGEST = 1e12  # seconds
 
@@ -73,6 +75,9 @@ class Recording:
         chosen = [window.load for window in self.windows if last is None or window.at > end - last]
         if not chosen:
             raise RecordingError("the recording has no window: record for longer than its interval")
+        for name in COUNTS:
+            if sum(int(getattr(load, name).max()) for load in chosen) >= _MOST:
+                raise RecordingError(f"the recording's windows add up to {name} of more than {_MOST - 1}, which no server counts")
         return together(chosen)
 
 
@@ -149,7 +154,7 @@ class _Reader:
             layers=layers,
             experts=experts,
             top_k=self._whole("top_k", 1, experts),
-            expert_bytes=self._whole("expert_bytes", 0, _MOST),
+            expert_bytes=self._whole("expert_bytes", 0, _MOST_EXPERT_BYTES),
             interval_seconds=self._number("interval_seconds"),
             started=self._text("started"),
             places=self._places(layers, experts),
@@ -190,6 +195,8 @@ class _Reader:
             if not isinstance(nodes, list) or len(set(map(str, nodes))) != len(nodes):
                 raise self._wrong(f"places has {nodes!r:.40}, which is no list of nodes")
             self._check_counts("places", nodes)
+            if max(nodes, default=0) > _MOST_NODE:
+                raise self._wrong(f"places has {max(nodes)!r:.40}; nodes have numbers up to {_MOST_NODE}")
         return tuple(tuple(tuple(nodes) for nodes in row) for row in rows)
 
     def _list(self, name: str, value: object, length: int) -> list[Any]:

@@ -78,6 +78,13 @@ def test_a_window_in_which_nothing_was_routed_is_short(tmp_path: Path) -> None:
     assert_same(read.load, window.load)
 
 
+def test_totals_that_no_counter_holds_are_refused() -> None:
+    most = Load(**{name: np.full_like(getattr(one_step(), name), 1 << 62) for name in COUNTS}, seconds=1.0)
+    assert Recording(HEADER, (Window(1.0, most),)).total().tokens.max() == 1 << 62
+    with pytest.raises(RecordingError, match="windows add up to tokens of more than"):
+        Recording(HEADER, (Window(1.0, most), Window(2.0, most))).total()
+
+
 def test_totals_are_of_all_windows_or_of_the_last(tmp_path: Path) -> None:
     recording = read_recording(write(tmp_path / "r", *(Window(float(at), one_step()) for at in (1, 2, 3, 4))))
     assert recording.total().tokens.tolist() == [[8, 0, 4], [4, 4, 4]]
@@ -135,6 +142,8 @@ def changed(window: dict[str, object] | None = None, **header: object) -> bytes:
         (changed(model=7), "line 1: model is 7"),
         (changed(places=[[[0], [0], [-1]], [[0], [0], [0]]]), "line 1: places has -1"),
         (changed(places=[[[0], [0], [1, 1]], [[0], [0], [0]]]), "line 1: places has [1, 1]"),
+        (changed(places=[[[0], [0], [1 << 40]], [[0], [0], [0]]]), "line 1: places has 1099511627776; nodes have numbers"),
+        (changed(expert_bytes=1 << 62), "line 1: expert_bytes is 4611686018427387904"),
         (changed(places=[[[0], [0], 1], [[0], [0], [0]]]), "line 1: places has 1"),
         (changed(more=1), "line 1: 'more' means nothing"),
         (changed({"at": -1.0}), "line 2: at is -1.0"),
