@@ -138,7 +138,7 @@ class Rebalancer:
         if not self._turn.acquire(timeout=timeout):
             raise TimeoutError(f"experts are still being moved after {timeout:g} s: try again")
         try:
-            plan = self._plan(load, replicas, min_gain)
+            plan = self._plan(load, replicas, min_gain, began + timeout)
             report = BalanceReport(plan, dry_run)
             if not dry_run and not plan.empty:
                 report = self._carry_out(plan, began + timeout)
@@ -152,11 +152,20 @@ class Rebalancer:
         with self._turn:
             pass
 
-    def _plan(self, load: Loads, replicas: int, min_gain: float) -> BalancePlan:
+    def _plan(self, load: Loads, replicas: int, min_gain: float, deadline: float) -> BalancePlan:
         places = self.places()
         if places.fixed:
-            before = plan_balance([()] * len(places.copies), 0, places.nodes[:1], [()] * len(places.copies))
-            return replace(before, nodes=places.nodes, copies=places.copies, reason=places.fixed)
+            return _no_plan(places, places.fixed)
+        try:
+            return self._plan_anew(places, load, replicas, min_gain, deadline)
+        except _Stopped as stop:  # of many experts on many nodes it takes seconds, and nobody waits for them who ends the model
+            return _no_plan(places, f"nothing was planned: {stop}")
+
+    def _plan_anew(self, places: ExpertPlaces, load: Loads, replicas: int, min_gain: float, deadline: float) -> BalancePlan:
+        def pause() -> None:
+            self._go_on(deadline)
+            time.sleep(PAUSE_S)
+
         lanes = self._speeds()
         return plan_balance(
             load,
@@ -167,7 +176,7 @@ class Rebalancer:
             min_gain=min_gain,
             speeds={node: lanes.get(node, 0.0) or IDLE_SPEED for node in places.nodes},
             capacity=_capacity(places),
-            pause=lambda: time.sleep(PAUSE_S),
+            pause=pause,
         )
 
     def _carry_out(self, plan: BalancePlan, deadline: float) -> BalanceReport:
@@ -264,6 +273,11 @@ class Rebalancer:
         if not own.bytes:
             raise MoveError(f"layer {layer}, expert {expert}: it has no page of {PAGE} bytes of its own")
         return own
+
+
+def _no_plan(places: ExpertPlaces, reason: str) -> BalancePlan:
+    before = plan_balance([()] * len(places.copies), 0, places.nodes[:1], [()] * len(places.copies))
+    return replace(before, nodes=places.nodes, copies=places.copies, reason=reason)
 
 
 def _capacity(places: ExpertPlaces) -> dict[int, int]:
