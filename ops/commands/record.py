@@ -11,6 +11,7 @@ import typer
 
 from ops.commands.common import CommandError, check_output, console, human_bytes
 from ops.commands.operate import Ca, Cert, Key, Operator, target
+from ops.interrupt import interrupting
 
 if TYPE_CHECKING:
     from colibri.v1 import operator_pb2 as pb, operator_pb2_grpc
@@ -61,23 +62,23 @@ def _record(stub: operator_pb2_grpc.OperatorStub, out: Path, *, interval: float,
     messages = stub.WatchStats(pb.WatchStatsRequest(interval_ms=round(1000 * interval), model=name))
     recorder = Recorder(out, header, most)
     at, ended = 0.0, ""
-    try:
-        for load in _loads(messages):
-            at += load.seconds
-            recorder.write(Window(at, read_load(load)))
-            if seconds is not None and at >= seconds - 1e-3:
-                break
-        else:
-            ended = f"; then {name} or its server ended"
-    except KeyboardInterrupt:
-        pass
-    except grpc.RpcError as failure:
-        if failure.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
-            raise
-        raise CommandError(f"the server has gone; {out} has {_counted(recorder.windows)}") from failure
-    finally:
-        recorder.close()
-        messages.cancel()
+    with interrupting(messages.cancel) as interrupted:
+        try:
+            for load in _loads(messages):
+                at += load.seconds
+                recorder.write(Window(at, read_load(load)))
+                if seconds is not None and at >= seconds - 1e-3:
+                    break
+            else:
+                ended = "" if interrupted else f"; then {name} or its server ended"
+        except grpc.RpcError as failure:
+            if failure.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+                raise
+            if not interrupted:
+                raise CommandError(f"the server has gone; {out} has {_counted(recorder.windows)}") from failure
+        finally:
+            recorder.close()
+            messages.cancel()
     before = f", the earlier ones in {recorder.former}" if recorder.former.exists() else ""
     size = human_bytes(out.stat().st_size)
     console(stderr=True).print(f"{_counted(recorder.windows)}, {at:.1f} s of {name}, in {out} ({size}{before}){ended}", markup=False)

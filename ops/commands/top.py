@@ -10,6 +10,7 @@ import typer
 
 from ops.commands.common import CommandError, console
 from ops.commands.operate import Ca, Cert, Json, Key, Operator, print_json, target
+from ops.interrupt import interrupting
 
 if TYPE_CHECKING:
     from colibri.v1 import operator_pb2 as pb, operator_pb2_grpc
@@ -78,23 +79,25 @@ def show_live(stub: operator_pb2_grpc.OperatorStub, request: pb.WatchStatsReques
 
     messages = stub.WatchStats(request)
     out = console()
-    try:
-        # Drawn anew four times a second, so that it follows a terminal that changes its size.
-        with Live(console=out, screen=True, auto_refresh=True, refresh_per_second=4) as live:
-            machine = ask_machine(stub)
-            for message in messages:
-                with contextlib.suppress(grpc.RpcError):  # if the server has gone, the watch itself tells how
-                    machine = ask_machine(stub)
-                live.update(Frame(message, machine, place), refresh=True)
-    except KeyboardInterrupt:
-        return
-    except grpc.RpcError as failure:
-        if failure.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
-            raise CommandError("the server has gone") from failure
-        raise
-    finally:
-        messages.cancel()
-    out.print("the server has ended")
+    with interrupting(messages.cancel) as interrupted:
+        try:
+            # Drawn anew four times a second, so that it follows a terminal that changes its size.
+            with Live(console=out, screen=True, auto_refresh=True, refresh_per_second=4) as live:
+                machine = ask_machine(stub)
+                for message in messages:
+                    with contextlib.suppress(grpc.RpcError):  # if the server has gone, the watch itself tells how
+                        machine = ask_machine(stub)
+                    live.update(Frame(message, machine, place), refresh=True)
+        except grpc.RpcError as failure:
+            if interrupted:
+                return
+            if failure.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+                raise CommandError("the server has gone") from failure
+            raise
+        finally:
+            messages.cancel()
+    if not interrupted:
+        out.print("the server has ended")
 
 
 def ask_machine(stub: operator_pb2_grpc.OperatorStub) -> pb.TopologyResponse:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +13,7 @@ import pytest
 
 from colibri.v1 import inference_pb2 as pb
 from service.client import Completion, generate_request
-from tests.integration.serving import Serving, serving, until
+from tests.integration.serving import PATIENCE, Serving, serving, until
 
 PROMPTS = ["Hello", "The quick brown fox jumps over the lazy dog. " * 3, "é 中 😀", "a", "1 2 3 4 5 6 7 8 9 10 11 12"]
 
@@ -52,18 +54,34 @@ def test_there_is_exactly_one_finish_and_it_comes_last(server: Serving) -> None:
 
 
 def test_tokens_are_held_as_long_as_the_request_allows_and_none_is_lost(server: Serving) -> None:
-    def deltas(interval_ms: int | None) -> list[pb.Delta]:
+    def deltas(interval_ms: int | None, seen: Callable[[], object] = lambda: None) -> list[pb.Delta]:
         request = generate_request("Hello", max_tokens=40, seed=1, ignore_eos=True)
         if interval_ms is not None:
             request.stream_interval_ms = interval_ms
-        return [event for event in server.client.generate(request) if isinstance(event, pb.Delta)]
+        found = []
+        for event in server.client.generate(request):
+            seen()
+            if isinstance(event, pb.Delta):
+                found.append(event)
+        return found
 
-    at_once, held, default = deltas(0), deltas(1000), deltas(None)
+    def wait_for_the_first(step: int) -> Exception | None:
+        return AssertionError("the first token waits") if step == third and not arrived.wait(PATIENCE) else None
+
+    at_once, default = deltas(0), deltas(None)
+    # The news of the first token leave as the second step begins; the third waits for the client to have them.
+    third, arrived, began = server.gate.entered + 3, threading.Event(), time.monotonic()
+    server.gate.fault = wait_for_the_first
+    try:
+        held = deltas(1000, arrived.set)
+    finally:
+        server.gate.fault = lambda _: None
+    seconds = time.monotonic() - began
     whole = "".join(delta.text for delta in at_once), [token for delta in at_once for token in delta.token_ids]
     for other in (held, default):
         assert ("".join(delta.text for delta in other), [token for delta in other for token in delta.token_ids]) == whole
-    assert len(held[0].token_ids) == 1, "the first token does not wait"
-    assert len(held) < len(at_once)
+    assert len(held[0].token_ids) == 1
+    assert len(held) <= 2 + seconds
 
 
 def test_in_one_piece_there_is_one_delta(server: Serving) -> None:

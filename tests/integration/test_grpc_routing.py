@@ -26,7 +26,7 @@ CAPACITY = Policy(damping=Policy.DAMPING_CAPACITY, capacity_factor=1, margin=100
 SEQUENCE = [HEAT, CAPACITY]
 BATCH = [
     Policy(damping=Policy.DAMPING_HEAT, scope=Policy.SCOPE_BATCH, threshold=1, margin=100),
-    Policy(damping=Policy.DAMPING_CAPACITY, scope=Policy.SCOPE_BATCH, margin=100),
+    Policy(damping=Policy.DAMPING_CAPACITY, scope=Policy.SCOPE_BATCH, capacity_factor=1, margin=100),
     Policy(damping=Policy.DAMPING_REUSE, margin=100),
 ]
 TOKENS = 60
