@@ -11,6 +11,7 @@ from collections.abc import Iterator
 HUGE_PAGE = 2 << 20
 PAGE = 4096
 
+MADV_DONTFORK = 10
 MADV_POPULATE_READ = 22  # Linux 5.14
 MADV_COLLAPSE = 25  # Linux 6.1
 _PROT_NONE = 0
@@ -37,7 +38,10 @@ def _failure() -> OSError:
 
 @contextlib.contextmanager
 def mapped(fd: int, size: int, *, writable: bool, offset: int = 0) -> Iterator[int]:
-    """A shared mapping of `size` bytes of a descriptor, at a multiple of the huge page size. Yields its address. OSError."""
+    """A shared mapping of `size` bytes of a descriptor, at a multiple of the huge page size. Yields its address. OSError.
+
+    A process that is started meanwhile does not inherit it: until its program ran, nobody could seal the memory.
+    """
     room = size + HUGE_PAGE
     reserved = _libc.mmap(None, room, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
     if reserved == _MAP_FAILED:
@@ -47,6 +51,7 @@ def mapped(fd: int, size: int, *, writable: bool, offset: int = 0) -> Iterator[i
         access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         if _libc.mmap(aligned, size, access, mmap.MAP_SHARED | _MAP_FIXED, fd, offset) == _MAP_FAILED:
             raise _failure()
+        advise(aligned, size, MADV_DONTFORK)
         yield aligned
     finally:
         _libc.munmap(reserved, room)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +13,7 @@ from engine_c import Part
 from workers import numa
 from workers.layout import Expert
 from workers.mapping import HUGE_PAGE, MADV_COLLAPSE, MADV_POPULATE_READ, advise, mapped
-from workers.parts import SEALS
+from workers.parts import seal
 from workers.placement import PAGE, Extent
 
 CHUNK = HUGE_PAGE
@@ -105,7 +104,7 @@ def copy(source: Part, size: int, node: int, cpus: Sequence[int], *, rest: Calla
         # On a thread of its own, which can keep to the node's CPUs: where memory policies are refused, the first to touch a page decides.
         with ThreadPoolExecutor(1, thread_name_prefix="colibri-copy") as pool:
             refused = pool.submit(_fill, fd, source, node, cpus, rest).result()
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+        seal(fd)
     except OSError as refusal:
         os.close(fd)
         raise MoveError(f"no copy could be made on node {node}: {refusal.strerror}") from refusal

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import struct
+import time
 from collections.abc import Sequence
 
 from engine_c import Part
@@ -41,13 +43,29 @@ def _clip(part: Part, begin: int, end: int) -> Part | None:
     return Part(part.fd, part.node, begin, end - begin) if begin < end else None
 
 
+def seal(fd: int, seconds: float = 2.0) -> None:
+    """Seals a memory file that nobody here has mapped any more. OSError.
+
+    A process that was started between a mapping of ours and its MADV_DONTFORK has it until its program runs: it is waited for.
+    """
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+            return
+        except OSError as refusal:
+            if refusal.errno != errno.EBUSY or time.monotonic() >= end:
+                raise
+        time.sleep(0.002)
+
+
 def write_table(parts: Sequence[Part]) -> int:
     """A sealed memory file that lists the parts; its descriptor is the caller's."""
     fd = os.memfd_create("colibri:parts", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         with os.fdopen(fd, "wb", closefd=False) as file:
             file.write(b"".join(_ENTRY.pack(part.fd, part.node, part.offset, part.bytes) for part in parts))
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+        seal(fd)
     except BaseException:
         os.close(fd)
         raise

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from typing import Literal, Self
 from engine_c import Part
 from workers.filling import FillError, Filling, NodeShare
 from workers.layout import Layout, LayoutError, read_layout
-from workers.parts import SEALS, overlay, write_table
+from workers.parts import overlay, seal, write_table
 from workers.placement import Extent, Placement, PlacementPlan, fine_extents, placement_nodes, plan_placement, whole_file
 from workers.topology import Topology, read_topology
 
@@ -215,7 +214,7 @@ def _copy(path: str | os.PathLike[str], file: int, placement: PlacementPlan, lay
         shares = filling.run()
         # Sealing against writing is refused as long as a writable mapping is there.
         for fd in image.fds:
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+            seal(fd)
     except FillError as error:
         image.close()
         raise SegmentError(f"{path}: {error}") from error
