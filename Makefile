@@ -83,7 +83,7 @@ LIBS := -lm -pthread
 
 # Variants of the library's objects and the test programs: build/<variant>/...
 FLAGS_plain := $(CFLAGS)
-FLAGS_arm := $(CFLAGS) -static
+FLAGS_arm := $(CFLAGS) -static -DCOLIBRI_EMULATED
 CC_arm := aarch64-linux-gnu-gcc
 FLAGS_asan := -std=gnu11 -O1 -g -fno-omit-frame-pointer -ffp-contract=off -fsanitize=address,undefined -fno-sanitize-recover=all
 FLAGS_tsan := -std=gnu11 -O1 -g -fno-omit-frame-pointer -ffp-contract=off -fsanitize=thread
