@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
@@ -12,9 +13,11 @@ import numpy as np
 import pytest
 
 from service.client import Client, generate_request
+from workers.balance import plan_balance
 
 CLI = [sys.executable, "-m", "ops.cli"]
 DEADLINE = 60.0
+TEXTS = Path(__file__).parents[2] / "ops" / "tiny" / "texts"
 PROMPTS = ("And it came to pass", "ORSINO.\n", "def ")
 
 
@@ -83,3 +86,19 @@ def test_logits_take_the_word(tmp_path: Path) -> None:
     with np.load(out) as arrays:
         assert arrays["logits"].shape == (3, 4096)
         assert arrays["experts"].shape == (4, 3, 2)
+
+
+@pytest.mark.parametrize("kind", ["bible", "python", "shakespeare"])
+def test_its_experts_are_packed_on_four_nodes_as_well_as_exhaustive_search_does(kind: str) -> None:
+    text = (TEXTS / f"{kind}.txt").read_text(encoding="utf-8")[:2400]
+    routed = call("route", text, "--model", "tiny", "--json")
+    assert routed.returncode == 0, routed.stderr
+    # Nodes are alike: the first expert may as well be on node 0.
+    homes = np.stack(np.meshgrid(*[np.arange(4)] * 7, indexing="ij"), axis=-1).reshape(-1, 7)
+    for layer in json.loads(routed.stdout)["layers"]:
+        load = np.bincount(np.ravel(layer["experts"]), minlength=8).astype(float)
+        plan = plan_balance([load.tolist()], 1, range(4), [[[expert // 2] for expert in range(8)]], min_gain=0.0, horizon_s=1e12)
+        (copies,) = plan.copies
+        largest = max(sum(load[expert] for expert in range(8) if copies[expert] == (node,)) for node in range(4))
+        best = np.max([(homes == node) @ load[1:] + (node == 0) * load[0] for node in range(4)], axis=0).min()
+        assert largest <= 1.02 * best
