@@ -22,6 +22,10 @@ REST = 4.0
 """After each chunk nothing is done for so many times as long as it took: lanes want the CPU and the memory."""
 LEAST = 0.95
 """Of the pages, how many must have arrived."""
+TRIES = 20
+"""How often a chunk is tried while pages of it are held: by a system call that reads them, or a huge page that finds no free block."""
+RETRY_S = 0.05
+"""Between tries, in seconds: a second in all, far longer than the kernel holds a page for its own ends."""
 
 
 class MoveError(RuntimeError):
@@ -80,19 +84,29 @@ def _move(part: Part, node: int, rest: Callable[[float], object]) -> str:
             began = time.monotonic()
             stop = min(end, at // CHUNK * CHUNK + CHUNK)
             advise(base + at, stop - at, MADV_POPULATE_READ)
-            if refused := numa.move_memory(base + at, stop - at, node) or _astray(base + at, stop - at, node):
+            if refused := _move_chunk(base + at, stop - at, node, rest):
                 return refused
             rest((time.monotonic() - began) * REST)
             at = stop
     return ""
 
 
-def _astray(address: int, length: int, node: int) -> str:
-    """What is wrong if not nearly all of these pages are on a node; "" also if the kernel does not say."""
+def _move_chunk(address: int, length: int, node: int, rest: Callable[[float], object]) -> str:
+    """Returns what was refused. The kernel says "busy" of a huge page that it split and then moved, too: where the pages are decides."""
+    for _ in range(TRIES):
+        refused, busy = numa.move_memory(address, length, node)
+        if not busy:
+            break
+        rest(RETRY_S)
+    return _astray(address, length, node, unknown=refused) if busy or not refused else refused
+
+
+def _astray(address: int, length: int, node: int, *, unknown: str = "") -> str:
+    """What is wrong if not nearly all of these pages are on a node; `unknown` if the kernel does not say."""
     found = numa.pages_elsewhere(address, length, PAGE, node)
-    if found is None or found[0] <= (1 - LEAST) * found[1]:
-        return ""
-    return f"{found[0]} of {found[1]} pages did not get to node {node}"
+    if found is None:
+        return unknown
+    return "" if found[0] <= (1 - LEAST) * found[1] else f"{found[0]} of {found[1]} pages did not get to node {node}"
 
 
 def copy(source: Part, size: int, node: int, cpus: Sequence[int], *, rest: Callable[[float], object] = time.sleep) -> tuple[Part, str]:

@@ -6,6 +6,7 @@ A refusal (containers without SYS_NICE get EPERM) costs speed, nothing else: it 
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -40,10 +41,12 @@ def bind_memory(address: int, length: int, node: int, *, strictly: bool = True) 
     return _call("mbind", address, length, MPOL_BIND if strictly else MPOL_PREFERRED, node)
 
 
-def move_memory(address: int, length: int, node: int) -> str:
+def move_memory(address: int, length: int, node: int) -> tuple[str, bool]:
     """Moves a mapping's pages, which must be in this process's page tables, to a node, whoever has mapped them, and binds them there.
-    Others may read them meanwhile. Needs CAP_SYS_NICE. Returns what was refused, "" if nothing."""
-    return _call("mbind", address, length, MPOL_BIND, node, flags=MPOL_MF_STRICT | MPOL_MF_MOVE_ALL)
+    Others may read them meanwhile. Needs CAP_SYS_NICE. Returns what was refused, "" if nothing, and whether that was because some pages
+    were held at that moment, or had to be split: trying again may help."""
+    refused = _call("mbind", address, length, MPOL_BIND, node, flags=MPOL_MF_STRICT | MPOL_MF_MOVE_ALL)
+    return refused, refused.endswith(os.strerror(errno.EIO))
 
 
 def prefer_memory(node: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import signal
@@ -15,14 +16,16 @@ import numpy as np
 import pytest
 
 from colibri.v1 import operator_pb2 as op
-from engine_c import KV_BLOCK, SeqWork, SessionOptions
+from engine_c import KV_BLOCK, Part, SeqWork, SessionOptions
 from service.client import Client
 from tests.numa.kernel import mappings, pages_of, share
 from tests.numa.machine import Machine
 from tests.numa.models import MODEL
 from tests.numa.serving import PATIENCE, PROMPTS, Server, Streams, answer, served, until
 from tests.numa.teams import Logits
-from workers.moving import range_of
+from workers import numa
+from workers.mapping import mapped
+from workers.moving import RETRY_S, MoveError, move, range_of
 from workers.rebalancing import BalanceReport
 from workers.slot import SupervisorConfig
 from workers.team import Team, TeamConfig
@@ -153,6 +156,47 @@ def test_hot_expert_is_moved_and_copied_while_four_streams_run(
         back = team.rebalance(loads(team), replicas=0, min_gain=0.0)
         assert len(back.dropped) == len(copied.replicated)
         check_pages(team)
+
+
+def test_pages_held_for_a_moment_are_moved_all_the_same(machine: Machine) -> None:
+    with held_pages() as (part, let_go):
+        rests: list[float] = []
+
+        def rest(seconds: float) -> None:
+            rests.append(seconds)
+            if seconds == RETRY_S and rests.count(RETRY_S) == 3:
+                let_go()
+
+        target = len(machine.nodes) - 1
+        move([part], 0, target, rest=rest)
+        assert rests.count(RETRY_S) == 3
+        assert share(pages_of(part.fd, [(0, part.bytes)]), target) == 1.0
+
+
+def test_pages_held_for_good_go_back_with_their_neighbours() -> None:
+    with held_pages() as (part, _):
+        with pytest.raises(MoveError, match="of 512 pages did not get to node 1"):
+            move([part], 0, 1, rest=lambda _: None)
+        assert share(pages_of(part.fd, [(0, part.bytes)]), 0) == 1.0
+
+
+@contextmanager
+def held_pages() -> Iterator[tuple[Part, Callable[[], object]]]:
+    """Four MiB of small pages on node 0, a hundred of which a pipe holds, and what makes it let go of them."""
+    fd = os.memfd_create("held")
+    read, write = os.pipe()
+    fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, 1 << 20)
+    try:
+        os.ftruncate(fd, 4 << 20)
+        with mapped(fd, 4 << 20, writable=True) as base:
+            assert numa.bind_memory(base, 4 << 20, 0) == ""
+            os.pwrite(fd, bytes(4 << 20), 0)
+        held = os.splice(fd, write, 100 * 4096, offset_src=0)
+        assert held == 100 * 4096
+        yield Part(fd, 0, 0, 4 << 20), lambda: os.read(read, held)
+    finally:
+        for opened in (fd, read, write):
+            os.close(opened)
 
 
 def test_workers_killed_and_stopped_meanwhile_come_back_with_what_there_is_then(expected: list[Logits]) -> None:
