@@ -17,7 +17,7 @@ C_TESTS := $(wildcard engine_c/tests/test_*.c)
 PROTOS := $(shell find proto -name '*.proto') proto/build_proto.py
 PYTHON_CODE := engine_c workers service ops proto tests setup.py
 
-.PHONY: help demo serve test test-arm test-numa soak check sanitize fuzz bench proto engine clean
+.PHONY: help demo serve certs test test-arm test-compose test-numa soak check sanitize fuzz bench proto engine clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -59,11 +59,17 @@ demo: $(READY) demo-model ## set up, start the service, ask the demo model over 
 serve: $(READY) demo-model ## serve the demo model, or MODEL=file, on port 50051
 	@$(VENV)/bin/colibri serve $(or $(MODEL),demo)
 
+certs: ## an authority and certificates for mutual TLS between front ends and nodes, in certs/ (openssl; ARGS="--name host.example")
+	@$(PYTHON) -m ops.certs $(ARGS)
+
 test: $(READY) $(VENV)/.dev demo-model ## run all tests
 	@$(PY) -m pytest $(ARGS)
 
 test-numa: $(READY) $(VENV)/.dev ## the service in virtual machines with 1, 2 and 4 NUMA nodes (qemu; x86-64, Debian)
 	@$(PY) -m pytest -m numa tests/numa $(ARGS)
+
+test-compose: $(READY) $(VENV)/.dev ## the containers on a Docker engine started for the tests (root; Debian: docker.io docker-compose iptables debootstrap)
+	@$(PY) -m pytest -m compose tests/compose $(ARGS)
 
 soak: $(READY) $(VENV)/.dev ## kill, stop and starve workers under load for SECONDS (1800); SEED=n repeats a run
 	@mkdir -p build; $(PY) -m tests.fault.soak --seconds $(or $(SECONDS),1800) $(SEED:%=--seed %) --json build/soak.json --log build/soak-server.log
