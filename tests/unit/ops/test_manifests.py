@@ -107,8 +107,8 @@ def test_commands_and_settings_exist(objects: list[Manifest]) -> None:
         known = {option for parameter in commands[name].params for option in parameter.opts}
         assert {part for part in arguments if part.startswith("--")} <= known
         settings = {item["name"].removeprefix("COLIBRI_").lower() for item in container["env"]}
-        fields = set(ServeConfig.__dataclass_fields__) if name == "serve" else {option.removeprefix("--").replace("-", "_") for option in known}
-        assert settings <= fields
+        options = {option.removeprefix("--").replace("-", "_") for option in known}
+        assert settings <= (set(ServeConfig.__dataclass_fields__) if name == "serve" else options)
 
 
 def test_drain_fits_into_the_grace(objects: list[Manifest]) -> None:
