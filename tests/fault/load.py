@@ -60,8 +60,13 @@ def tokens_of(responses: Iterable[pb.GenerateResponse]) -> tuple[int, ...]:
 
 def answers(target: str, *, timeout: float) -> list[Answer]:
     """Each request answered alone."""
+    return answers_to(requests(), target, timeout=timeout)
+
+
+def answers_to(todo: Sequence[pb.GenerateRequest], target: str, *, timeout: float) -> list[Answer]:
+    """Each of these answered alone."""
     with Client(target, timeout=timeout) as client:
-        completions = [client.complete(request) for request in requests()]
+        completions = [client.complete(request) for request in todo]
     return [Answer(completion.text, completion.token_ids) for completion in completions]
 
 
@@ -79,9 +84,13 @@ class Stream:
 class Load:
     """Streams in threads of their own, from start() to stop()."""
 
-    def __init__(self, target: str, expected: Sequence[Answer], *, streams: int, timeout: float) -> None:
+    def __init__(
+        self, target: str, expected: Sequence[Answer], *, streams: int, timeout: float, todo: Sequence[pb.GenerateRequest] = ()
+    ) -> None:
+        """todo: what is asked, requests() unless given."""
         self.streams = [Stream() for _ in range(streams)]
         self._expected = expected
+        self._todo = todo or requests()
         self._client = Client(target, timeout=timeout)
         self._stopping = threading.Event()
         self._threads = [threading.Thread(target=self._run, args=(i,), name=f"stream-{i}") for i in range(streams)]
@@ -113,7 +122,7 @@ class Load:
         return max(found, default=0.0)
 
     def _run(self, index: int) -> None:
-        stream, todo = self.streams[index], requests()
+        stream, todo = self.streams[index], self._todo
         turn = index
         while not self._stopping.is_set():
             which = turn % len(todo)
