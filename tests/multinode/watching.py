@@ -12,7 +12,6 @@ from service.client import generate_request
 from tests.fault.harness import limit, wait_for
 from tests.fault.load import Answer, Load, answers_to
 from tests.integration.serving import serving
-from tests.multinode.cluster import FrontEnd
 
 STREAMS = 8
 CALL_S = 60
@@ -41,9 +40,9 @@ def local_answers(model: Path) -> list[Answer]:
 
 
 @contextlib.contextmanager
-def load(front: FrontEnd, expected: Sequence[Answer]) -> Iterator[Load]:
+def load(target: str, expected: Sequence[Answer]) -> Iterator[Load]:
     """STREAMS streams, under way when the block begins, until it ends. Whether they were answered rightly is for the test to say."""
-    made = Load(front.target, expected, streams=STREAMS, timeout=CALL_S, todo=requests())
+    made = Load(target, expected, streams=STREAMS, timeout=CALL_S, todo=requests())
     made.start()
     try:
         flows(made)
