@@ -1,0 +1,149 @@
+"""What docs/deployment.md promises of docker-compose.yml, on a real Docker engine. Every fault is under load: no call fails, no token
+changes."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from ops.certs import make_certificates
+from tests.compose.conftest import Under, flows
+from tests.compose.engine import until
+from tests.compose.stack import NODES_NETWORK, Stack
+from tests.fault.load import Answer, answers_to
+from tests.multinode.watching import requests
+
+pytestmark = [pytest.mark.compose, pytest.mark.timeout(1200)]
+EXPERTS = 4 * 8  # layers x experts of the model `tiny`
+BACK_S = 40  # for a container to be restarted, found again and given its share
+
+
+def healthy(stack: Stack, container: str) -> bool:
+    return bool(stack.inspect(container)["State"].get("Health", {}).get("Status") == "healthy")
+
+
+def test_up_from_a_clean_clone_serves_what_one_process_does(whole: Stack, expected: list[Answer]) -> None:
+    assert sum(whole.wait_nodes(3)) == EXPERTS
+    assert answers_to(requests(), whole.target, timeout=60) == expected
+    containers = [*whole.containers("node"), *whole.containers("front")]
+    until(lambda: all(healthy(whole, container) for container in containers), "all health checks pass", seconds=30)
+
+
+def test_shares_are_thirds(whole: Stack) -> None:
+    assert max(whole.wait_nodes(3)) <= 3 * 4  # 8 experts of 4 layers over 3 nodes: 3, 3 and 2
+
+
+def test_containers_may_do_little(whole: Stack) -> None:
+    for container in (*whole.containers("node"), *whole.containers("front")):
+        found = whole.inspect(container)
+        assert found["Config"]["User"] == "colibri"
+        assert found["HostConfig"]["ReadonlyRootfs"]
+        assert found["HostConfig"]["CapDrop"] == ["ALL"]
+        assert found["HostConfig"]["CapAdd"] in (["SYS_NICE"], ["CAP_SYS_NICE"])
+    assert [whole.inspect(node)["HostConfig"]["PortBindings"] for node in whole.containers("node")] == [{}] * 3
+
+
+def test_without_sys_nice_it_serves_and_says_what_is_missing(built: Stack) -> None:
+    """The image alone, with everything dropped: one process that serves."""
+    engine, image = built.engine, built.settings["IMAGE"]
+    container = engine.docker("run", "-d", "--rm", "--cap-drop", "ALL", image).strip()
+    try:
+        until(lambda: healthy(built, container), "it is healthy", seconds=40)
+        said = engine.docker("exec", container, "colibri", "topology")
+        assert "tiny" in said
+    finally:
+        engine.docker("stop", container)
+
+
+def test_killed_node_costs_no_call_and_comes_back(whole: Stack, under: Under) -> None:
+    victim = whole.containers("node")[1]
+    restarts = whole.inspect(victim)["RestartCount"]
+    with under.load() as load:
+        whole.kill_process(victim)
+        flows(load)
+        until(lambda: whole.inspect(victim)["RestartCount"] > restarts, "the container is restarted", seconds=BACK_S)
+        whole.wait_nodes(3, seconds=BACK_S)
+
+
+def test_paused_node_costs_no_call(whole: Stack, under: Under) -> None:
+    victim = whole.containers("node")[0]
+    with under.load() as load:
+        whole.engine.docker("pause", victim)
+        try:
+            flows(load, tokens=1500)
+        finally:
+            whole.engine.docker("unpause", victim)
+        whole.wait_nodes(3, seconds=BACK_S)
+
+
+def test_node_cut_off_from_the_network_costs_no_call(whole: Stack, under: Under) -> None:
+    victim = whole.containers("node")[2]
+    with under.load() as load:
+        whole.engine.docker("network", "disconnect", NODES_NETWORK, victim)
+        try:
+            flows(load, tokens=1500)
+        finally:
+            whole.engine.docker("network", "connect", "--alias", "node", NODES_NETWORK, victim)
+        whole.wait_nodes(3, seconds=BACK_S)
+
+
+def test_scaling_from_three_to_five_to_two(whole: Stack, under: Under) -> None:
+    with under.load() as load:
+        whole.compose("up", "-d", "--no-recreate", "--scale", "node=5")
+        five = whole.wait_nodes(5, seconds=BACK_S)
+        assert sum(five) == EXPERTS
+        assert min(five) > 0
+        flows(load)
+        whole.compose("up", "-d", "--no-recreate", "--scale", "node=2")
+        assert sorted(whole.wait_nodes(2, seconds=BACK_S)) == [EXPERTS // 2, EXPERTS // 2]
+        flows(load)
+
+
+def test_rolling_restart_of_nodes_costs_no_call(whole: Stack, under: Under) -> None:
+    with under.load():
+        for node in whole.containers("node"):
+            whole.engine.docker("restart", "--time", "60", node)
+            whole.wait_nodes(3, seconds=BACK_S)
+
+
+def test_all_nodes_gone_and_back(whole: Stack, under: Under) -> None:
+    with under.load() as load:
+        whole.compose("stop", "--timeout", "60", "node")
+        flows(load)
+        whole.compose("start", "node")
+        whole.wait_nodes(3, seconds=BACK_S)
+
+
+def test_front_end_ends_what_is_under_way_when_it_is_stopped(whole: Stack, expected: list[Answer]) -> None:
+    front = whole.containers("front")[0]
+    whole.engine.docker("stop", "--time", "60", front)
+    assert whole.inspect(front)["State"]["ExitCode"] == 0
+    whole.up("--no-recreate")
+    assert answers_to(requests(), whole.target, timeout=60) == expected
+
+
+def test_mutual_tls_lets_in_only_its_own(stack: Stack, expected: list[Answer], certificates: Path) -> None:
+    """With certificates all is as before; a front end with those of another authority gets nothing from the nodes, and says so."""
+    make_certificates(stack.folder / "certs")
+    secured = Stack(
+        stack.engine, stack.folder, stack.port, ("docker-compose.yml", "docker-compose.override.yml", "ops/deploy/compose.tls.yml")
+    )
+    try:
+        secured.compose("up", "-d", "--force-recreate", seconds=300)
+        until(secured.serves, "the front end serves", seconds=60)
+        containers = [*secured.containers("node"), *secured.containers("front")]
+        until(lambda: all(healthy(secured, container) for container in containers), "all health checks pass", seconds=60)
+        until(lambda: len(secured.remote_nodes()) == 3, "the front end knows three nodes", seconds=BACK_S)
+        assert answers_to(requests(), secured.target, timeout=60) == expected
+        for name in ("front.crt", "front.key"):
+            shutil.copy(certificates / name, stack.folder / "certs" / name)
+        secured.compose("up", "-d", "--force-recreate", "--no-deps", "front", seconds=120)
+        until(secured.serves, "the front end serves", seconds=60)
+        until(lambda: "certificate" in secured.compose("logs", "--no-color", "front").lower(), "the front end says why", seconds=BACK_S)
+        assert answers_to(requests(), secured.target, timeout=60) == expected  # by itself, from the file
+    finally:
+        shutil.rmtree(stack.folder / "certs")
+        stack.compose("up", "-d", "--force-recreate", seconds=300)
+        stack.wait_nodes(3, seconds=BACK_S)
