@@ -32,7 +32,7 @@ class Cluster:
             self.network.heal(process.place)
         self._relays.close()
 
-    def server(self, name: str, *, model: Path) -> tuple[Process, str]:
+    def server(self, name: str, *, model: Path, workers: int = 0) -> tuple[Process, str]:
         """A server of its own, without nodes, that listens to the network; and how this process reaches it."""
         place = self.network.place(name)
         command = [
@@ -49,7 +49,7 @@ class Cluster:
             "none",
         ]
         target = self.relay(place, f"{name}-{len(self.processes)}")
-        process = self.begin(Process(place, command, self.folder / f"{name}.log"))
+        process = self.begin(Process(place, command, self.folder / f"{name}.log", {"WORKERS_PER_NODE": str(workers)}))
         wait_healthy(process, target, "")
         return process, target
 

@@ -13,9 +13,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tests.fault.harness import alive, wait_for
+from tests.fault.harness import alive, limit, wait_for
 from tests.multinode.net import ROOT, Network, Place
 
 pytestmark = pytest.mark.multinode
@@ -119,29 +120,30 @@ def test_names_mean_places(network: Network, pair: tuple[Place, Place], tmp_path
 
 
 MAKER = """
-import sys; from pathlib import Path; from tests.multinode.net import Network
-folder = Path(sys.argv[1]); network = Network(folder); places = [network.place(name) for name in "ab"]
-pids = [place.popen(["sleep", "1000"], log=folder / "log").pid for place in places]
-print(*pids, *[keeper.pid for keeper in (network._router, *(p.keeper for p in places))], flush=True)
+import os, signal, sys; from pathlib import Path; from tests.multinode.cluster import Cluster; from tests.multinode.net import Network
+folder, model = map(Path, sys.argv[1:]); network = Network(folder); cluster = Cluster(network, folder)
+running, stopped = [cluster.server(name, model=model, workers=1)[0] for name in "ab"]
+os.kill(stopped.pid, signal.SIGSTOP)
+print(*[process.pid for server in (running, stopped) for process in server.tree()], flush=True)
 sys.stdin.read()
 """
 
 
-def test_killed_maker_leaves_nothing(tmp_path: Path) -> None:
+def test_killed_maker_leaves_nothing(tmp_path: Path, small_model: Path) -> None:
+    """Neither servers, one of them stopped, nor their workers, nor namespaces, nor anything in our own."""
     outside = Path("/proc/self/ns/net").readlink()
     links = sorted(os.listdir("/sys/class/net"))
-    with subprocess.Popen(
-        [sys.executable, "-c", MAKER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, text=True
-    ) as maker:
+    command = [sys.executable, "-c", MAKER, str(tmp_path), str(small_model)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, text=True) as maker:
         assert maker.stdout is not None
         pids = [int(word) for word in maker.stdout.readline().split()]
-        sleeping = [Path(f"/proc/{pid}/comm") for pid in pids[:2]]  # once they are, they are in their places
-        wait_for(lambda: all(comm.read_text() == "sleep\n" for comm in sleeping), seconds=10, what="processes run")
-        spaces = {Path(f"/proc/{pid}/ns/net").readlink() for pid in pids}
-        assert len(spaces) == 3
+        assert len(pids) == 4
+        keepers = [child.pid for child in psutil.Process(maker.pid).children(recursive=True)]
+        spaces = {Path(f"/proc/{pid}/ns/net").readlink() for pid in keepers}
+        assert len(spaces) == 4  # the router's, those of two servers and of their tests
         assert outside not in spaces
         maker.send_signal(signal.SIGKILL)
-    wait_for(lambda: not alive(pids), seconds=10, what="all processes have ended")
+    wait_for(lambda: not alive([*pids, *keepers]), seconds=limit(10), what="all processes have ended")
     assert not namespaces_in_use() & spaces
     assert sorted(os.listdir("/sys/class/net")) == links
-    assert "tests" not in Path("/proc/self/mountinfo").read_text()
+    assert str(tmp_path) not in Path("/proc/self/mountinfo").read_text()
