@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CACHE = ROOT / "build" / "compose"
 """Base images are kept here: making one takes a minute."""
 BASE_IMAGE = "colibri-test-base"
+IMAGE = "colibri-test:latest"
 SUITE = "bookworm"
 PACKAGES = "python3,python3-venv,ca-certificates"
 TOOLS = {
@@ -29,6 +30,7 @@ TOOLS = {
     "iptables": "iptables",
     "debootstrap": "debootstrap",
 }
+USUAL_SOCKET = Path("/var/run/docker.sock")
 AUTHORITIES = Path("/etc/ssl/certs/ca-certificates.crt")
 PASSED_ON = ("PIP_INDEX_URL", "http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
 """What says how this machine reaches PyPI; a build's containers are told the same."""
@@ -51,9 +53,13 @@ def why_not() -> str:
     missing = sorted({package for tool, package in TOOLS.items() if shutil.which(tool) is None})
     if missing:
         return f"Debian packages are missing: {' '.join(missing)}"
-    if any(process.info["name"] == "dockerd" for process in psutil.process_iter(["name"])):
-        return "another Docker engine runs here; two would share one bridge and one set of firewall rules"
+    if _dockerd_runs() and not _answers(Engine(USUAL_SOCKET)):
+        return f"a Docker engine runs here and does not answer at {USUAL_SOCKET}; two would share one bridge and one set of firewall rules"
     return ""
+
+
+def _dockerd_runs() -> bool:
+    return any(process.info["name"] == "dockerd" for process in psutil.process_iter(["name"]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +86,21 @@ def run(command: Sequence[str], *, environ: dict[str, str], seconds: float, fold
 
 @contextlib.contextmanager
 def engine() -> Iterator[Engine]:
+    """The engine that runs here, or one of our own."""
+    if not _dockerd_runs():
+        with _own_engine() as made:
+            yield made
+        return
+    usual = Engine(USUAL_SOCKET)
+    try:
+        yield usual
+    finally:
+        for image in (IMAGE, BASE_IMAGE):
+            usual.docker("image", "rm", "--force", image)
+
+
+@contextlib.contextmanager
+def _own_engine() -> Iterator[Engine]:
     """Starts an engine; stops it, and leaves neither images nor firewall policy behind."""
     folder = Path(tempfile.mkdtemp(prefix="colibri-docker-"))
     made = Engine(folder / "docker.sock")
@@ -89,7 +110,7 @@ def engine() -> Iterator[Engine]:
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True)
     try:
-        until(lambda: _answers(made, process, folder / "log"), "the Docker engine answers", seconds=60)
+        until(lambda: _is_up(made, process, folder / "log"), "the Docker engine answers", seconds=60)
         yield made
     finally:
         process.terminate()
@@ -98,8 +119,12 @@ def engine() -> Iterator[Engine]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _answers(made: Engine, process: subprocess.Popen[bytes], log: Path) -> bool:
+def _is_up(made: Engine, process: subprocess.Popen[bytes], log: Path) -> bool:
     assert process.poll() is None, f"dockerd has ended:\n{log.read_text(errors='replace')[-3000:]}"
+    return _answers(made)
+
+
+def _answers(made: Engine) -> bool:
     return subprocess.run(["docker", "info"], env=made.environ, capture_output=True, check=False).returncode == 0
 
 

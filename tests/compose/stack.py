@@ -17,10 +17,9 @@ import grpc
 
 from colibri.v1 import node_pb2, node_pb2_grpc
 from ops.commands.health import ask as ask_health
-from tests.compose.engine import BASE_IMAGE, ROOT, Engine, run, until
+from tests.compose.engine import BASE_IMAGE, IMAGE, ROOT, Engine, run, until
 
 PROJECT = "colibritest"
-IMAGE = "colibri-test:latest"
 NODES_NETWORK = f"{PROJECT}_nodes"
 READY_S = 60
 
