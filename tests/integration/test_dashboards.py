@@ -32,7 +32,10 @@ def exported(tiny_model: Path) -> set[str]:
 
 
 def _page(address: str) -> str:
-    with urllib.request.urlopen(address, timeout=10) as answer:
+    """What Prometheus gets, which prefers OpenMetrics."""
+    accepted = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"
+    request = urllib.request.Request(address, headers={"Accept": accepted})
+    with urllib.request.urlopen(request, timeout=10) as answer:
         page: str = answer.read().decode()
     return page if "colibri_expert_load_max_over_mean{" in page else ""
 
