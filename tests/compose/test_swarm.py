@@ -1,0 +1,71 @@
+"""docker-compose.yml as a Swarm stack of one host. Clients ask a front end's own address: Swarm's routing mesh needs IPVS, which not every
+kernel has and which is not ours to test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.compose.conftest import Under
+from tests.compose.engine import run, until
+from tests.compose.stack import Stack
+from tests.fault.load import Answer, answers_to
+from tests.multinode.watching import requests
+
+pytestmark = [pytest.mark.compose, pytest.mark.timeout(600)]
+STACK = "colibriswarm"
+GATEWAY = "docker_gwbridge"
+PATIENCE = 90
+
+
+class Swarm:
+    """The services of a stack."""
+
+    def __init__(self, built: Stack) -> None:
+        self.built, self.engine = built, built.engine
+        self.engine.docker("swarm", "init", "--advertise-addr", "127.0.0.1")
+        command = ["docker", "stack", "deploy", "-c", "docker-compose.yml", STACK]
+        run(command, environ=built.engine.environ | built.settings, seconds=60, folder=built.folder)
+
+    def close(self) -> None:
+        self.engine.docker("stack", "rm", STACK)
+        until(lambda: not self.containers("front") + self.containers("node"), "all containers are gone", seconds=PATIENCE)
+        self.engine.docker("swarm", "leave", "--force")
+
+    def containers(self, service: str) -> list[str]:
+        """Ids of those that run."""
+        return self.engine.docker("ps", "-q", "--filter", f"label=com.docker.swarm.service.name={STACK}_{service}").split()
+
+    def running(self, service: str) -> str:
+        """For instance 3/3: tasks whose health checks pass, and wanted."""
+        return self.engine.docker("service", "ls", "--filter", f"name={STACK}_{service}", "--format", "{{.Replicas}}").strip()
+
+    def target(self) -> str:
+        """The front end's address in the network by which the host reaches tasks."""
+        front = self.containers("front")[0]
+        each = "{{range $id, $c := .Containers}}{{$id}} {{$c.IPv4Address}}\n{{end}}"
+        listed = self.engine.docker("network", "inspect", GATEWAY, "--format", each)
+        return next(f"{line.split()[1].partition('/')[0]}:50051" for line in listed.splitlines() if line.startswith(front))
+
+
+@pytest.fixture(scope="module")
+def swarm(built: Stack) -> Iterator[Swarm]:
+    made = Swarm(built)
+    try:
+        until(lambda: (made.running("front"), made.running("node")) == ("1/1", "3/3"), "all tasks are healthy", seconds=PATIENCE)
+        yield made
+    finally:
+        made.close()
+
+
+def test_rolling_update_of_nodes_in_a_swarm_costs_no_call(swarm: Swarm, expected: list[Answer]) -> None:
+    """Every node is replaced by a new one, one at a time."""
+    before = set(swarm.containers("node"))
+    assert answers_to(requests(), swarm.target(), timeout=60) == expected
+    with Under(swarm.target(), expected).load():
+        fast = ("--update-delay", "3s", "--update-monitor", "5s")
+        swarm.engine.docker("service", "update", "--force", "--quiet", *fast, f"{STACK}_node", seconds=300)
+    after = set(swarm.containers("node"))
+    assert len(after) == 3
+    assert not after & before
