@@ -11,13 +11,15 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from colibri.v1 import node_pb2, node_pb2_grpc
 from ops.commands.health import ask as ask_health
 from tests.compose.engine import BASE_IMAGE, IMAGE, ROOT, Engine, run, until
+
+if TYPE_CHECKING:
+    from colibri.v1 import node_pb2
 
 PROJECT = "colibritest"
 NODES_NETWORK = f"{PROJECT}_nodes"
@@ -106,6 +108,8 @@ class Stack:
 
     def describe(self, container: str) -> node_pb2.NodeDescription | None:
         """What a node says of itself; None if it does not answer."""
+        from colibri.v1 import node_pb2, node_pb2_grpc
+
         with grpc.insecure_channel(f"{self.address(container)}:50061") as channel:
             try:
                 return node_pb2_grpc.NodeStub(channel).Describe(node_pb2.DescribeRequest(), timeout=2)
