@@ -1,0 +1,52 @@
+"""Where nodes are looked for: a list of addresses, or a name with an address for each node."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+
+_DNS = "dns:///"
+
+
+class AddressError(ValueError):
+    """What is wrong with the setting, as a sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A host by name or number, and a port."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def parse_places(text: str) -> tuple[tuple[Place, ...], bool]:
+    """The places in "dns:///nodes:50061" or "a:50061,b:50061", and whether each stands for all addresses of its name. AddressError."""
+    by_name = text.startswith(_DNS)
+    words = [text.removeprefix(_DNS)] if by_name else [word.strip() for word in text.split(",")]
+    return tuple(_parse(word, text) for word in words), by_name
+
+
+def _parse(word: str, text: str) -> Place:
+    host, _, port = word.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536 or "/" in host:
+        raise AddressError(f"{word!r} of {text!r} is no HOST:PORT; give dns:///NAME:PORT or HOST:PORT,HOST:PORT")
+    return Place(host, int(port))
+
+
+def resolve(places: tuple[Place, ...], *, by_name: bool) -> tuple[Place, ...]:
+    """All addresses there are at this moment, ascending; a name that means nothing yet has none. Waits for the name service."""
+    if not by_name:
+        return places
+    found: set[Place] = set()
+    for place in places:
+        try:
+            answers = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
+        except OSError:
+            continue
+        found |= {Place(str(answer[4][0]), place.port) for answer in answers}
+    return tuple(sorted(found, key=str))
