@@ -24,6 +24,19 @@ def healthy(stack: Stack, container: str) -> bool:
     return bool(stack.inspect(container)["State"].get("Health", {}).get("Status") == "healthy")
 
 
+def test_front_end_serves_while_there_are_no_nodes(built: Stack, expected: list[Answer]) -> None:
+    try:
+        built.compose("up", "-d", "front")
+        until(built.serves, "the front end serves", seconds=60)
+        assert answers_to(requests(), built.target, timeout=60) == expected
+        front = built.containers("front")[0]
+        until(lambda: healthy(built, front), "its health check passes", seconds=30)
+        built.engine.docker("stop", "--time", "60", front)
+        assert built.inspect(front)["State"]["ExitCode"] == 0
+    finally:
+        built.compose("down", "--timeout", "20")
+
+
 def test_up_from_a_clean_clone_serves_what_one_process_does(whole: Stack, expected: list[Answer]) -> None:
     assert sum(whole.wait_nodes(3)) == EXPERTS
     assert answers_to(requests(), whole.target, timeout=60) == expected

@@ -106,7 +106,7 @@ def test_commands_and_settings_exist(objects: list[Manifest]) -> None:
         name, *arguments = container["args"]
         known = {option for parameter in commands[name].params for option in parameter.opts}
         assert {part for part in arguments if part.startswith("--")} <= known
-        settings = {item["name"].removeprefix("COLIBRI_").lower() for item in container["env"]}
+        settings = {item["name"].removeprefix("COLIBRI_").lower() for item in container.get("env", [])}
         options = {option.removeprefix("--").replace("-", "_") for option in known}
         assert settings <= (set(ServeConfig.__dataclass_fields__) if name == "serve" else options)
 
