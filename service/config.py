@@ -13,6 +13,7 @@ from typing import Any, Literal, Self, get_args
 from engine_c import Damping
 from engine_c.structs import KV_FORMATS
 from service.damping import DampingError, parse_damping
+from service.nodes.addresses import AddressError, parse_places
 
 _PREFIX = "COLIBRI_"
 _OTHERS = ("CACHE", "ISA")  # read by cache_dir and by the engine
@@ -23,6 +24,8 @@ Load = Literal["auto", "map", "memfd"]
 Placement = Literal["auto", "experts", "rows", "replicate", "none"]
 FrontLane = Literal["auto", "on", "off"]
 Rebalance = Literal["off", "auto"]
+LocalExperts = Literal["none", "all"]
+Fallback = Literal["file", "off"]
 
 
 class ConfigError(ValueError):
@@ -54,6 +57,22 @@ class ServeConfig:
     rebalance: Rebalance = "off"  # "auto": whole experts move between NUMA nodes, and get copies there, as the load asks for
     rebalance_interval: float = 30.0  # seconds between two looks at the load
     rebalance_replicas: int = 0  # further copies of experts that each layer may have in all
+
+    nodes: str = ""  # where nodes are that compute experts: dns:///NAME:PORT, all addresses of a name, or HOST:PORT,HOST:PORT; empty: none
+    nodes_cert: str = ""  # this front end's certificate for nodes,
+    nodes_key: str = ""  # its key, and
+    nodes_ca: str = ""  # the authority that signs nodes' certificates; all PEM files
+    nodes_server_name: str = ""  # name in the nodes' certificates; empty: the host in `nodes`
+    nodes_insecure: bool = False  # without the three files, nodes of other machines are reached unencrypted; those of this one always may be
+    nodes_local_experts: LocalExperts = "none"  # "all": this process holds all experts in memory too, and does its part of them
+    nodes_fallback: Fallback = "file"  # experts that no node holds: computed here from the model "file", or waited for ("off")
+    nodes_timeout_ms: int = 2000  # a node that has not answered for so long is given up until it can be reached anew
+    nodes_hedge_ms: int = 0  # after so long another holder is asked as well; 0: never
+    nodes_resolve_s: float = 5.0  # seconds between two looks at what the name means
+    nodes_replicas: int = 1  # of every expert, on nodes that take what they are assigned
+    nodes_redeal_s: float = 10.0  # seconds that a node which vanished may take to come back to its share
+    nodes_balance: Rebalance = "off"  # "auto": experts move between those nodes as the load asks for, at rebalance_interval
+
     smt: bool = False  # lanes for SMT siblings too: they share a core's units, which is seldom faster
     workers_per_node: int | None = None  # worker processes; 0: compute in this process; None: planned
     threads_per_worker: int | None = None  # lanes of a worker; None: planned
@@ -88,6 +107,7 @@ class ServeConfig:
     def __post_init__(self) -> None:
         self._check_numbers()
         self._check_choices()
+        self._check_nodes()
         _ = self.default_damping
         if self.max_rows < self.max_seqs:
             raise ConfigError(f"max_rows is {self.max_rows}, less than max_seqs {self.max_seqs}: every sequence of a step needs a row")
@@ -151,7 +171,8 @@ class ServeConfig:
 
     def _check_choices(self) -> None:
         choices = {"load": get_args(Load), "placement": get_args(Placement), "front_lane": get_args(FrontLane)}
-        choices |= {"kv_format": tuple(KV_FORMATS), "rebalance": get_args(Rebalance)}
+        choices |= {"kv_format": tuple(KV_FORMATS), "rebalance": get_args(Rebalance), "nodes_balance": get_args(Rebalance)}
+        choices |= {"nodes_local_experts": get_args(LocalExperts), "nodes_fallback": get_args(Fallback)}
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}: it must be one of {', '.join(allowed)}")
@@ -167,6 +188,24 @@ class ServeConfig:
         if not self.operator_address and len(missing) < len(files):
             raise ConfigError("operator_cert, operator_key and operator_ca are for operator_address, which is not set")
 
+    def _check_nodes(self) -> None:
+        files = {name: getattr(self, name) for name in ("nodes_cert", "nodes_key", "nodes_ca")}
+        missing = [name for name, value in files.items() if not value]
+        if missing and len(missing) < len(files):
+            raise ConfigError(f"{', '.join(missing)} must be set too: nodes are reached by mutual TLS with all three files, or with none")
+        if not self.nodes:
+            if not missing:
+                raise ConfigError("nodes_cert, nodes_key and nodes_ca are for nodes, which is not set")
+            return
+        try:
+            places, _ = parse_places(self.nodes)
+        except AddressError as error:
+            raise ConfigError(f"nodes: {error}") from error
+        abroad = [str(place) for place in places if not place.local]
+        if missing and abroad and not self.nodes_insecure:
+            remedy = "set nodes_cert, nodes_key and nodes_ca, or nodes_insecure=on where the network lets nobody else in"
+            raise ConfigError(f"nodes on other machines ({', '.join(abroad)}) are reached by mutual TLS: {remedy}")
+
 
 _RANGES: dict[str, tuple[float, float]] = {
     "port": (0, 65535),
@@ -179,6 +218,11 @@ _RANGES: dict[str, tuple[float, float]] = {
     "kv_memory": (1, 1 << 48),
     "rebalance_interval": (1.0, 86400.0),
     "rebalance_replicas": (0, 1024),
+    "nodes_timeout_ms": (10, 3_600_000),
+    "nodes_hedge_ms": (0, 3_600_000),
+    "nodes_resolve_s": (0.1, 86400.0),
+    "nodes_replicas": (1, 64),
+    "nodes_redeal_s": (0.0, 86400.0),
     "spin_us": (0, 1_000_000),
     "hang_ms": (0, 3_600_000),
     "max_queue": (1, 1_000_000),

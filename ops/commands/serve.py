@@ -49,6 +49,20 @@ class Rebalance(StrEnum):
     AUTO = "auto"
 
 
+class Fallback(StrEnum):
+    """Where experts are computed that no node holds."""
+
+    FILE = "file"
+    OFF = "off"
+
+
+class LocalExperts(StrEnum):
+    """Which experts the front end holds besides its nodes."""
+
+    NONE = "none"
+    ALL = "all"
+
+
 class LogLevel(StrEnum):
     """Least severity that is logged."""
 
@@ -83,6 +97,24 @@ def register(app: typer.Typer) -> None:
         rebalance: Annotated[Rebalance | None, typer.Option(help="Let experts move between NUMA nodes as the load asks for (off).")] = None,
         rebalance_interval: Annotated[float | None, typer.Option(help="Seconds between two looks at the load (30).")] = None,
         rebalance_replicas: Annotated[int | None, typer.Option(help="Further copies of experts a layer may have in all (0).")] = None,
+        nodes: Annotated[str | None, typer.Option(help="Nodes that compute experts: dns:///NAME:PORT or HOST:PORT,HOST:PORT.")] = None,
+        nodes_cert: Annotated[str | None, typer.Option(help="This front end's certificate for nodes, PEM.")] = None,
+        nodes_key: Annotated[str | None, typer.Option(help="Its key.")] = None,
+        nodes_ca: Annotated[str | None, typer.Option(help="The authority that signs nodes' certificates.")] = None,
+        nodes_server_name: Annotated[str | None, typer.Option(help="Name in nodes' certificates (the host in --nodes).")] = None,
+        nodes_insecure: Annotated[
+            bool | None, typer.Option("--nodes-insecure/--no-nodes-insecure", help="Let nodes elsewhere be reached unencrypted (no).")
+        ] = None,
+        nodes_local_experts: Annotated[LocalExperts | None, typer.Option(help="Hold all experts here too, and do a part (none).")] = None,
+        nodes_fallback: Annotated[
+            Fallback | None, typer.Option(help="Experts no node has: from the model file, or off: wait for them (file).")
+        ] = None,
+        nodes_timeout_ms: Annotated[int | None, typer.Option(help="A node that answers nothing for so long is given up (2000).")] = None,
+        nodes_hedge_ms: Annotated[int | None, typer.Option(help="Ask another holder too after so long (0: never).")] = None,
+        nodes_resolve_s: Annotated[float | None, typer.Option(help="Seconds between looks at what the name means (5).")] = None,
+        nodes_replicas: Annotated[int | None, typer.Option(help="Nodes for every expert, if they take what is assigned (1).")] = None,
+        nodes_redeal_s: Annotated[float | None, typer.Option(help="Seconds a vanished node may take to come back (10).")] = None,
+        nodes_balance: Annotated[Rebalance | None, typer.Option(help="Let experts move between nodes as the load asks for (off).")] = None,
         smt: Annotated[bool | None, typer.Option("--smt/--no-smt", help="Lanes for SMT siblings too; seldom faster (no).")] = None,
         max_seqs: Annotated[int | None, typer.Option(help="Sequences of a step (64).")] = None,
         max_rows: Annotated[int | None, typer.Option(help="Tokens of a step (512).")] = None,
@@ -122,6 +154,20 @@ def register(app: typer.Typer) -> None:
             rebalance=rebalance and rebalance.value,
             rebalance_interval=rebalance_interval,
             rebalance_replicas=rebalance_replicas,
+            nodes=nodes,
+            nodes_cert=nodes_cert,
+            nodes_key=nodes_key,
+            nodes_ca=nodes_ca,
+            nodes_server_name=nodes_server_name,
+            nodes_insecure=nodes_insecure,
+            nodes_local_experts=nodes_local_experts and nodes_local_experts.value,
+            nodes_fallback=nodes_fallback and nodes_fallback.value,
+            nodes_timeout_ms=nodes_timeout_ms,
+            nodes_hedge_ms=nodes_hedge_ms,
+            nodes_resolve_s=nodes_resolve_s,
+            nodes_replicas=nodes_replicas,
+            nodes_redeal_s=nodes_redeal_s,
+            nodes_balance=nodes_balance and nodes_balance.value,
             smt=smt,
             max_seqs=max_seqs,
             max_rows=max_rows,

@@ -1,1 +1,1 @@
-"""The nodes that compute experts for this front end: found by name, checked, asked over one stream each, replaced when they fail."""
+"""Nodes that compute a front end's experts, or ranges of its layers: found by name, checked, kept on one stream each."""

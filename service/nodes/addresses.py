@@ -19,6 +19,11 @@ class Place:
     host: str
     port: int
 
+    @property
+    def local(self) -> bool:
+        """Whether it is this machine, by its own address for itself."""
+        return self.host in ("localhost", "::1") or self.host.startswith("127.")
+
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 

@@ -1,60 +1,82 @@
-"""Who holds which expert, and who of them is asked: pure."""
+"""Who holds which experts, and who of them computes which in a layer. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
-NOBODY = ""
-"""Stands for no node where an expert has none that can be asked."""
-
-
-class Holders:
-    """The nodes that hold each expert. Immutable: a change makes another."""
-
-    def __init__(self, held: Mapping[str, Iterable[tuple[int, Collection[int]]]]) -> None:
-        """held: by node's name, (layer, experts) pairs."""
-        found: dict[tuple[int, int], list[str]] = {}
-        for name in sorted(held):
-            for layer, experts in held[name]:
-                for expert in experts:
-                    found.setdefault((layer, expert), []).append(name)
-        self._of = {key: tuple(names) for key, names in found.items()}
-
-    def of(self, layer: int, expert: int) -> tuple[str, ...]:
-        """Names, ascending."""
-        return self._of.get((layer, expert), ())
+Held = Collection[tuple[int, int]]
+"""(layer, expert) pairs."""
 
 
-def choose(counts: Mapping[int, int], holders: Callable[[int], Sequence[str]]) -> dict[str, list[int]]:
-    """Gives each expert with rows to one of its holders, such that all get about as many rows: those without a choice first, then the
-    heaviest. counts: rows of each expert. Experts of nobody are under NOBODY. Experts are in ascending order."""
-    rows: dict[str, int] = {}
-    found: dict[str, list[int]] = {}
-    free: list[tuple[int, int, Sequence[str]]] = []
-    for expert, count in counts.items():
-        names = holders(expert)
-        if len(names) > 1:
-            free.append((-count, expert, names))
-            continue
-        name = names[0] if names else NOBODY
-        found.setdefault(name, []).append(expert)
-        rows[name] = rows.get(name, 0) + count
-    for negative, expert, names in sorted(free):
-        name = min(names, key=lambda one: (rows.get(one, 0), one))
-        found.setdefault(name, []).append(expert)
-        rows[name] = rows.get(name, 0) - negative
-    return {name: sorted(experts) for name, experts in found.items()}
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A node that computes. `key` is of its present stream: one that comes back has another."""
+
+    key: int
+    name: str
+    held: frozenset[tuple[int, int]]
+    ranges: tuple[tuple[int, int], ...] = ()  # of layers it runs whole: first, end
 
 
-def deal(names: Collection[str], experts: int, *, replicas: int = 1) -> dict[str, tuple[int, ...]]:
-    """Shares for nodes that take any: every layer's experts cut into as many even runs as there are nodes, in the order of their names, and
-    each run given to `replicas` nodes in a row. A pure function of the names, so that several front ends agree without talking."""
-    order = sorted(names)
-    if not order:
-        return {}
-    shares: dict[str, list[int]] = {name: [] for name in order}
-    for expert in range(experts):
-        first = expert * len(order) // experts
-        for k in range(min(replicas, len(order))):
-            shares[order[(first + k) % len(order)]].append(expert)
-    return {name: tuple(own) for name, own in shares.items()}
+@dataclass(frozen=True, slots=True)
+class Table:
+    """The nodes there are at one moment, by name. rows [layers][experts]: keys of those that hold the expert, in the order of names."""
+
+    layers: int
+    experts: int
+    holders: tuple[Holder, ...] = ()
+    rows: tuple[tuple[tuple[int, ...], ...], ...] = field(default=(), repr=False)
+
+    @classmethod
+    def of(cls, holders: Iterable[Holder], *, layers: int, experts: int) -> Table:
+        """What is held of layers or experts that the model does not have counts for nothing."""
+        ordered = tuple(sorted(holders, key=lambda holder: (holder.name, holder.key)))
+        cells: list[list[list[int]]] = [[[] for _ in range(experts)] for _ in range(layers)]
+        for holder in ordered:
+            for layer, expert in holder.held:
+                if 0 <= layer < layers and 0 <= expert < experts:
+                    cells[layer][expert].append(holder.key)
+        return cls(layers, experts, ordered, tuple(tuple(map(tuple, row)) for row in cells))
+
+    def uncovered(self, experts_of: Sequence[int]) -> list[tuple[int, int]]:
+        """Experts that no node holds. experts_of: how many each layer has; none, where it is dense."""
+        return [(layer, expert) for layer, count in enumerate(experts_of) for expert in range(count) if not self.rows[layer][expert]]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Experts by the key of who computes them, ascending; `left` has no holder."""
+
+    experts: dict[int, list[int]]
+    left: list[int]
+
+
+def choose(row: Sequence[Sequence[int]], counts: Mapping[int, int], *, without: Collection[int] = ()) -> Choice:
+    """Who computes which experts of a layer: each the holder with the fewest rows so far, ties to the first name.
+
+    row: holders of each expert. counts: rows of each expert that has any. without: keys not to be chosen. Experts with the fewest holders
+    come first, then those with the most rows: they leave the least choice.
+    """
+    left: list[int] = []
+    chosen: dict[int, list[int]] = {}
+    free: list[tuple[int, int, int, Sequence[int]]] = []
+    load: dict[int, int] = {}
+    for expert, rows in counts.items():
+        holders = row[expert] if not without else [key for key in row[expert] if key not in without]
+        if len(holders) == 1:
+            key = holders[0]
+            chosen.setdefault(key, []).append(expert)
+            load[key] = load.get(key, 0) + rows
+        elif holders:
+            free.append((len(holders), -rows, expert, holders))
+        else:
+            left.append(expert)
+    if free:
+        for _, rows, expert, holders in sorted(free):
+            key = min(holders, key=lambda holder: load.get(holder, 0))
+            chosen.setdefault(key, []).append(expert)
+            load[key] = load.get(key, 0) - rows
+        for experts in chosen.values():
+            experts.sort()
+    return Choice(chosen, left)

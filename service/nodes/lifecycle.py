@@ -1,0 +1,73 @@
+"""A node's life as a front end sees it. Pure; time is passed in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class State(Enum):
+    """Where a node stands."""
+
+    CONNECTING = "connecting"  # being reached, asked what it is, and opened
+    READY = "ready"  # computes for us
+    DRAINING = "draining"  # finishes what it has and leaves
+    LOST = "lost"  # was not reached, or no longer answers; is tried again
+    REFUSED = "refused"  # is there and must not be used: another model, version or certificate; is looked at again
+    GONE = "gone"  # its name no longer means it
+
+
+TRANSITIONS: dict[State, frozenset[State]] = {
+    State.CONNECTING: frozenset({State.READY, State.DRAINING, State.LOST, State.REFUSED, State.GONE}),
+    State.READY: frozenset({State.DRAINING, State.LOST, State.GONE}),
+    State.DRAINING: frozenset({State.READY, State.LOST, State.GONE}),
+    State.LOST: frozenset({State.CONNECTING, State.GONE}),
+    State.REFUSED: frozenset({State.CONNECTING, State.GONE}),
+    State.GONE: frozenset(),
+}
+FIRST_PAUSE = 0.1
+"""Seconds before a lost node is tried again; twice as long after each failure,"""
+LONGEST_PAUSE = 1.0
+"""up to this: a node that is back serves within seconds."""
+REFUSED_PAUSE = 1.0
+"""Seconds before a refused one is looked at again."""
+
+
+class IllegalTransition(RuntimeError):
+    """A bug of ours."""
+
+
+@dataclass(slots=True)
+class Life:
+    """One node's."""
+
+    since: float
+    state: State = State.CONNECTING
+    reason: str = ""  # of REFUSED and LOST, a sentence
+    losses: int = 0  # times it was lost after it had been ready
+    _pause: float = FIRST_PAUSE
+
+    def move(self, target: State, now: float, reason: str = "") -> bool:
+        """Changes state; False if state and reason are as they were the time before, so that nobody need be told again."""
+        if target not in TRANSITIONS[self.state]:
+            raise IllegalTransition(f"{self.state.value} -> {target.value}")
+        if target is State.LOST and self.state in (State.READY, State.DRAINING):
+            self.losses += 1
+            self._pause = FIRST_PAUSE
+        if target is State.CONNECTING:  # what was said of it last is not news if it comes out again
+            self.state, self.since = target, now
+            return False
+        news = target is State.READY or reason != self.reason
+        self.state, self.since, self.reason = target, now, reason
+        return news
+
+    def pause(self) -> float:
+        """Seconds until it is tried again."""
+        if self.state is State.REFUSED:
+            return REFUSED_PAUSE
+        pause, self._pause = self._pause, min(2 * self._pause, LONGEST_PAUSE)
+        return pause
+
+    def settled(self) -> None:
+        """It serves: the next loss is tried again soon."""
+        self._pause = FIRST_PAUSE
