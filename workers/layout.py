@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -68,6 +69,18 @@ def read_layout(fd: int) -> Layout:
         return make_layout(size, json.loads(os.pread(fd, length, offset)))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise LayoutError(f"its descriptor is malformed: {error!r}") from error
+
+
+def read_digest(fd: int) -> str:
+    """SHA-256, in hex, of an open container's header and descriptor: the tensors' checksums are in it, so the same weights have the same.
+    LayoutError, OSError."""
+    raw = os.pread(fd, _HEADER.size, 0)
+    if len(raw) < _HEADER.size or raw[:8] != _MAGIC:
+        raise LayoutError("it is no Colibri container")
+    _, _, _, offset, length, _, _, _ = _HEADER.unpack(raw)
+    if length > _MAX_DESCRIPTOR:
+        raise LayoutError("its header does not fit its length")
+    return hashlib.sha256(raw + os.pread(fd, length, offset)).hexdigest()
 
 
 def make_layout(size: int, descriptor: Mapping[str, object]) -> Layout:

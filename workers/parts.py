@@ -33,6 +33,19 @@ def overlay(parts: Sequence[Part], over: Sequence[Part]) -> tuple[Part, ...]:
     return tuple(parts)
 
 
+def filled_up(parts: Sequence[Part], rest: Part) -> tuple[Part, ...]:
+    """Parts, ascending, with pieces of the rest wherever they leave out bytes that it has."""
+    at, end = rest.offset, rest.offset + rest.bytes
+    whole: list[Part] = []
+    for part in parts:
+        if (gap := _clip(rest, at, part.offset)) is not None:
+            whole.append(gap)
+        whole.append(part)
+        at = part.offset + part.bytes
+    last = _clip(rest, at, end)
+    return tuple(whole) if last is None else (*whole, last)
+
+
 def within(parts: Sequence[Part], offset: int, size: int) -> tuple[Part, ...]:
     """The pieces of parts that hold the bytes [offset, offset + size)."""
     pieces = (_clip(part, max(part.offset, offset), min(part.offset + part.bytes, offset + size)) for part in parts)

@@ -6,15 +6,16 @@ import contextlib
 import logging
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
 from engine_c import Part
 from workers.filling import FillError, Filling, NodeShare
+from workers.keeping import Keep, kept_extents
 from workers.layout import Layout, LayoutError, read_layout
-from workers.parts import overlay, seal, write_table
+from workers.parts import filled_up, overlay, seal, write_table
 from workers.placement import Extent, Placement, PlacementPlan, fine_extents, placement_nodes, plan_placement, whole_file
 from workers.topology import Topology, read_topology
 
@@ -54,13 +55,16 @@ class ModelImage:
     """The extents as they were filled: no huge page reaches across two."""
     replicas: dict[int, dict[int, Part]] = field(default_factory=dict)
     """By node and offset: copies of single experts, which processes on that node map in place of the expert itself."""
+    kept: tuple[Extent, ...] | None = None
+    """The extents of which there are copies, if not of everything: the rest is mapped from the file."""
+    _file: int = -1  # its descriptor then
     _by_node: dict[int, int] = field(default_factory=dict)  # node -> descriptor; -1: of no node in particular
     _tables: dict[int, int] = field(default_factory=dict)
 
     @property
     def fds(self) -> tuple[int, ...]:
         """Every descriptor that holds bytes of the model."""
-        return tuple(self._by_node.values())
+        return (*self._by_node.values(), *([] if self._file < 0 else [self._file]))
 
     @property
     def huge_bytes(self) -> int:
@@ -75,11 +79,12 @@ class ModelImage:
     def base_parts(self, node: int | None) -> tuple[Part, ...]:
         """The same without copies of single experts. A part's node is the one it was put on when the model was loaded."""
         home = self._home(node)
-        return tuple(
+        copies = tuple(
             Part(self._by_node[extent.node], extent.node, extent.offset, extent.bytes)
-            for extent in self.placement.extents
+            for extent in (self.placement.extents if self.kept is None else self.kept)
             if home is None or extent.node == home
         )
+        return copies if self.kept is None else filled_up(copies, Part(self._file, -1, 0, self.bytes))
 
     def add_replica(self, node: int, part: Part) -> None:
         """Processes started on a node from now on map a copy; its descriptor becomes the image's."""
@@ -106,7 +111,8 @@ class ModelImage:
 
     def node_at(self, offset: int) -> int:
         """The node on which a byte was placed; -1: on none in particular."""
-        return next((extent.node for extent in self.placement.extents if extent.offset <= offset < extent.offset + extent.bytes), -1)
+        extents = self.placement.extents if self.kept is None else self.kept
+        return next((extent.node for extent in extents if extent.offset <= offset < extent.offset + extent.bytes), -1)
 
     def _home(self, node: int | None) -> int | None:
         """The node whose copy is used, None if there is one copy for all."""
@@ -117,8 +123,8 @@ class ModelImage:
     def close(self) -> None:
         """Gives the descriptors back; a second call does nothing."""
         copies = [part.fd for own in self.replicas.values() for part in own.values()]
-        fds = [*self._by_node.values(), *self._tables.values(), *copies]
-        self._by_node, self._tables, self.replicas = {}, {}, {}
+        fds = [*self.fds, *self._tables.values(), *copies]
+        self._by_node, self._tables, self.replicas, self._file = {}, {}, {}, -1
         for fd in fds:
             os.close(fd)
 
@@ -136,11 +142,13 @@ def open_image(
     placement: Placement = "auto",
     available: int | None = None,
     topology: Topology | None = None,
+    keep: Keep | None = None,
 ) -> ModelImage:
     """Opens a model for sharing. "map": the file, through the page cache. "memfd": copies that nobody can change or resize any more, placed
     on the nodes, on huge pages where the kernel can. "auto": copies, which decode faster, if they take at most half of the free memory or a
     placement is asked for, else the file.
 
+    keep: copies have only that; all else is mapped from the file, as everything is where no copy is made.
     available overrides what the machine and its control groups leave, in bytes. SegmentError if the file can't be read or the copies do not
     fit, PlacementError if the placement can't be had.
     """
@@ -160,14 +168,20 @@ def open_image(
                 raise SegmentError(f"{path}: placement {placement} needs a copy in memory: use load mode memfd or auto")
             return file
         available = topology.memory_available_bytes if available is None else available
-        needed = sum(extent.bytes for extent in plan.extents)
+        kept = None if keep is None else _kept(path, fd, plan, keep)
+        needed = sum(extent.bytes for extent in (plan.extents if kept is None else kept))
+        if needed == 0 and kept is not None:
+            file.placement = whole_file(size, "nothing is kept in memory, so the file is mapped")
+            return file
         asked_for = bool(plan.nodes) and placement != "auto"
         if mode == "auto" and not asked_for and not 0 < 2 * needed + RESERVE <= available:
             file.placement = whole_file(size, _TOO_LARGE)
             return file
         _check_room(path, needed, available)
         layout = read_layout(fd) if plan.nodes else None
-        copy = _copy(path, fd, plan, layout, topology)
+        copy = _copy(path, fd, plan, layout, topology, kept)
+        if kept is not None:
+            file._by_node, copy._file = {}, fd
     file.close()
     return copy
 
@@ -181,6 +195,13 @@ def _place(path: str | os.PathLike[str], fd: int, size: int, placement: Placemen
         raise SegmentError(f"{path}: {error}") from error
     except OSError as refusal:
         raise SegmentError(f"{path}: the header can't be read: {refusal.strerror}") from refusal
+
+
+def _kept(path: str | os.PathLike[str], fd: int, plan: PlacementPlan, keep: Keep) -> tuple[Extent, ...]:
+    try:
+        return kept_extents(plan, read_layout(fd), keep)
+    except LayoutError as error:
+        raise SegmentError(f"{path}: {error}") from error
 
 
 @contextlib.contextmanager
@@ -201,12 +222,20 @@ def _check_room(path: str | os.PathLike[str], size: int, available: int) -> None
         )
 
 
-def _copy(path: str | os.PathLike[str], file: int, placement: PlacementPlan, layout: Layout | None, topology: Topology) -> ModelImage:
+def _copy(
+    path: str | os.PathLike[str],
+    file: int,
+    placement: PlacementPlan,
+    layout: Layout | None,
+    topology: Topology,
+    kept: tuple[Extent, ...] | None,
+) -> ModelImage:
     """The file's page cache is left alone: the next start, or another program, finds it warm, and the kernel takes it when it must."""
-    image = ModelImage("memfd", os.fstat(file).st_size, placement, layout=layout)
-    image.filled = fine_extents(placement, layout)
+    image = ModelImage("memfd", os.fstat(file).st_size, placement, layout=layout, kept=kept)
+    copied = placement if kept is None else replace(placement, extents=kept)
+    image.filled = fine_extents(copied, layout)
     try:
-        for node in {extent.node: None for extent in placement.extents}:
+        for node in {extent.node: None for extent in copied.extents}:
             name = f"colibri:{Path(path).name}"[:200] + (f":node{node}" if node >= 0 else "")
             image._by_node[node] = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(image._by_node[node], image.bytes)

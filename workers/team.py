@@ -12,6 +12,7 @@ from engine_c import Model, Session, SessionOptions, session_bytes
 from workers import numa
 from workers.automatic import Automatic, Keeper
 from workers.balance import MIN_GAIN
+from workers.keeping import Keep
 from workers.kv_memory import KvMemory
 from workers.placement import Placement, PlacementPlan
 from workers.plan import FrontLane, NodeWish, PlanError, TeamPlan, plan_kv_blocks, plan_team
@@ -31,11 +32,12 @@ class TeamConfig:
     """How to open a team.
 
     session.max_lanes and front_lane are taken from the plan; session.kv_blocks 0 is planned from kv_bytes, or if that is None from the
-    memory that is free.
+    memory that is free. keep: the share of the model that copies of it have (None: all).
     """
 
     load_mode: LoadMode = "map"
     placement: Placement = "auto"
+    keep: Keep | None = None
     workers_per_node: int | None = None
     threads_per_worker: int | None = None
     front_lane: FrontLane = "auto"
@@ -116,7 +118,7 @@ class Team:
             log.warning("SMT siblings get lanes of their own: two lanes then share a core, which is seldom faster; measure it")
         wish = NodeWish(config.workers_per_node, config.threads_per_worker)
         plan = plan_team(topology, default=wish, front_lane=config.front_lane, smt=config.smt)
-        image = open_image(path, mode=config.load_mode, placement=config.placement, topology=topology)
+        image = open_image(path, mode=config.load_mode, placement=config.placement, topology=topology, keep=config.keep)
         log.info("weights: load mode %s, placement %s: %s", image.mode, image.placement.placement, image.placement.reason)
         model: Model | None = None
         session: Session | None = None

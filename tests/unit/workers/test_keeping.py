@@ -1,0 +1,85 @@
+"""Shares of a model: what is copied, and that everything can still be read."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from engine_c import Model, Part
+from workers.keeping import Keep, kept_ranges
+from workers.layout import Layout, read_layout
+from workers.parts import within
+from workers.placement import PAGE
+from workers.segments import ModelImage, SegmentError, open_image
+
+
+def layout_of(path: Path) -> Layout:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        return read_layout(fd)
+    finally:
+        os.close(fd)
+
+
+def read(parts: tuple[Part, ...]) -> bytes:
+    """What a process that maps the parts sees; they must follow one another without gap."""
+    at, data = 0, b""
+    for part in parts:
+        assert part.offset == at
+        data += os.pread(part.fd, part.bytes, part.offset)
+        at += part.bytes
+    return data
+
+
+def copied(image: ModelImage) -> int:
+    return sum(extent.bytes for extent in image.kept or ())
+
+
+@pytest.mark.parametrize("backbone", [True, False])
+def test_a_share_is_copied_and_the_rest_read_from_the_file(tiny_model: Path, backbone: bool) -> None:
+    layout = layout_of(tiny_model)
+    keep = Keep(frozenset({(0, 1), (2, 0)}), backbone=backbone)
+    with open_image(tiny_model, mode="memfd", placement="none", keep=keep) as image:
+        parts = image.parts_for(None)
+        assert read(parts) == tiny_model.read_bytes()
+        copies = tuple(part for part in parts if os.fstat(part.fd).st_ino != tiny_model.stat().st_ino)
+        assert sum(part.bytes for part in copies) == copied(image)
+        for layer, expert in keep.experts:
+            block = layout.layers[layer][expert]
+            assert any(part.offset <= block.gate_up.offset and block.down.end <= part.offset + part.bytes for part in copies)
+        assert all(part.offset % PAGE == 0 for part in parts)
+        assert not any(within(copies, x.gate_up.offset + PAGE, x.bytes - 2 * PAGE) for x in (layout.layers[0][2], layout.layers[2][3]))
+        # Nothing but the share takes memory.
+        assert sum(os.fstat(fd).st_blocks * 512 for fd in {part.fd for part in copies}) <= copied(image) + PAGE
+        Model.open_parts(parts).close()
+
+
+def test_nothing_but_the_backbone_is_copied_for_who_computes_no_experts(tiny_model: Path) -> None:
+    layout = layout_of(tiny_model)
+    experts = sum(expert.bytes for layer in layout.layers for expert in layer)
+    with open_image(tiny_model, mode="memfd", placement="none", keep=Keep()) as image:
+        assert copied(image) <= layout.size - experts + 2 * PAGE * len(layout.layers)
+        for matrix in layout.backbone:
+            assert any(kept.offset <= matrix.offset and matrix.end <= kept.offset + kept.bytes for kept in image.kept or ())
+        assert read(image.parts_for(None)) == tiny_model.read_bytes()
+
+
+def test_a_share_of_nothing_is_the_file(tiny_model: Path) -> None:
+    with open_image(tiny_model, mode="memfd", keep=Keep(backbone=False)) as image:
+        assert image.mode == "map"
+        assert read(image.parts_for(None)) == tiny_model.read_bytes()
+
+
+def test_all_shares_together_are_the_model(tiny_model: Path) -> None:
+    layout = layout_of(tiny_model)
+    everything = frozenset((number, index) for number, layer in enumerate(layout.layers) for index in range(len(layer)))
+    assert kept_ranges(layout, Keep(everything)) == ((0, layout.size),)
+
+
+def test_an_expert_that_is_not_there_is_refused_and_nothing_stays_open(tiny_model: Path) -> None:
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(SegmentError, match="there is no expert 9999 of layer 0"):
+        open_image(tiny_model, mode="memfd", keep=Keep(frozenset({(0, 9999)})))
+    assert os.listdir("/proc/self/fd") == before
