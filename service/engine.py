@@ -19,10 +19,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from operator import add
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from engine_c import EngineError, SeqResult, SeqWork, StepStats
 from service.faults import Draining, EngineFault, Fault, WorkersLost
+from service.guests import Guests
 from service.outbox import Outbox
 from service.plan import Plan, SchedulerStats, Update
 from service.request import Request
@@ -33,6 +34,8 @@ THREAD_NAME = "colibri-engine"  # as top -H shows it; 15 characters at most
 _LANE_POLL = 0.02  # seconds between tries when nothing is left that computes
 _GONE_BREAK = 0.5  # seconds without such a try after which the lanes count as gone anew
 _IDLE_CHECK_AFTER = 1.0  # seconds of idling before the books are checked
+
+_Result = TypeVar("_Result")
 
 
 class Stepper(Protocol):
@@ -102,6 +105,7 @@ class EngineThread:
         self._stopping = False
         self._draining = False
         self._at_boundary: list[Callable[[], object]] = []
+        self._guests = Guests()
         self._idle = False  # waiting for work; changed under the lock
         self._totals = EngineTotals()
         self._gone_since = self._gone_seen = -math.inf
@@ -150,6 +154,14 @@ class EngineThread:
             self._at_boundary.append(lambda: loop.call_soon_threadsafe(reached.set))
             self._wake.notify()
         await reached.wait()
+
+    async def between(self, work: Callable[[], _Result]) -> _Result:
+        """Runs `work` on the thread between two steps, one such piece before each; not at all if the caller is cancelled before its turn.
+        Raises what it raises, and the Fault that says why it can't be run."""
+        answer = self._guests.add(work)
+        with self._wake:
+            self._wake.notify()
+        return await asyncio.wrap_future(answer)
 
     def drain(self) -> None:
         """Takes no new requests from now on."""
@@ -214,6 +226,7 @@ class EngineThread:
             raise
         finally:
             self.progress.alive = False
+            self._guests.close(EngineFault("ENGINE_STOPPED", "the engine has stopped; restart the server"))
             assert self._loop is not None
             with contextlib.suppress(RuntimeError):  # the loop has closed: nobody is left to tell
                 self._loop.call_soon_threadsafe(self._hang_up)
@@ -221,10 +234,13 @@ class EngineThread:
     def _next_plan(self) -> Plan | None:
         """The next step to run, waiting for one; None when it is time to stop. News that came without a step are sent on the way."""
         while True:
+            self._run_guest()
             with self._wake:
                 self._wait_for_work()
                 if self._stopping:
                     return None
+                if not self._scheduler.has_work():  # but a guest is here
+                    continue
                 plan = self._scheduler.schedule(now=time.monotonic())
                 news = self._scheduler.take_news()
             self._outbox.put(news, now=plan.at, running=len(plan.shares))
@@ -234,6 +250,15 @@ class EngineThread:
                 raise RuntimeError("there is work, yet none of it can run")
             self._post(self._outbox.take_all())
 
+    def _run_guest(self) -> None:
+        """Without the lock: requests come and go meanwhile, as they do during a step."""
+        if not self._guests:
+            return
+        self._post(self._outbox.take_all())
+        self.progress.busy_since = time.monotonic()
+        self._guests.run_one()
+        self.progress.busy_since = None
+
     def _wait_for_work(self) -> None:
         """Sleeps until there is work. A while into idling the books are checked, once: they are small then and nobody waits."""
         timeout: float | None = _IDLE_CHECK_AFTER
@@ -242,7 +267,7 @@ class EngineThread:
             for tell in waiting:
                 with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits any more
                     tell()
-            if self._scheduler.has_work() or self._stopping:
+            if self._scheduler.has_work() or self._stopping or self._guests:
                 return
             self._post(self._outbox.take_all())
             self._idle = True
