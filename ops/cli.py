@@ -22,6 +22,8 @@ from ops.commands import (
     inspect,
     logits,
     models_admin,
+    node,
+    ray,
     rebalance,
     record,
     route,
@@ -49,7 +51,7 @@ def root(
     show_version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
 ) -> None:
     """What the command line does without a command."""
-    if context.invoked_subcommand != "serve":
+    if context.invoked_subcommand not in ("serve", "node"):
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # else gRPC has its say about certificates before our one line
     if show_version:
         typer.echo(f"colibri {version.package_version()}")
@@ -58,9 +60,9 @@ def root(
         raise typer.Exit(USAGE)
 
 
-for module in (serve, generate, chat, route, top, workers, routing, models_admin, record, rebalance):
+for module in (serve, node, generate, chat, route, top, workers, routing, models_admin, record, rebalance):
     module.register(app)
-for module in (convert, inspect, verify, logits, bench, health, version):
+for module in (convert, inspect, verify, logits, bench, health, ray, version):
     module.register(app)
 
 
