@@ -23,6 +23,7 @@ from ops.commands import (
     logits,
     models_admin,
     node,
+    node,
     ray,
     rebalance,
     record,

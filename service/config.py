@@ -120,17 +120,7 @@ class ServeConfig:
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None, **overrides: Any) -> Self:
         """From the environment; keywords that are not None win. Raises ConfigError."""
-        environ = os.environ if environ is None else environ
-        values: dict[str, Any] = {}
-        for field in fields(cls):
-            raw = environ.get(_PREFIX + field.name.upper())
-            if raw:
-                values[field.name] = _parse(_PREFIX + field.name.upper(), raw, _PARSERS.get(str(field.type).removesuffix(" | None"), str))
-        unknown = set(overrides) - {field.name for field in fields(cls)}
-        if unknown:
-            raise ConfigError(f"there is no setting {', '.join(sorted(unknown))}")
-        values |= {name: value for name, value in overrides.items() if value is not None}
-        return cls(**values)
+        return cls(**read_settings(cls, environ, overrides))
 
     def with_(self, **changes: Any) -> Self:
         """The same with some settings changed, checked again."""
@@ -239,6 +229,20 @@ _RANGES: dict[str, tuple[float, float]] = {
     "lane_grace": (0.0, 3600.0),
     "stall_after": (0.1, 86400.0),
 }
+
+
+def read_settings(kind: type, environ: Mapping[str, str] | None, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a dataclass from the environment; overrides that are not None win. Raises ConfigError."""
+    environ = os.environ if environ is None else environ
+    values: dict[str, Any] = {}
+    for field in fields(kind):
+        raw = environ.get(_PREFIX + field.name.upper())
+        if raw:
+            values[field.name] = _parse(_PREFIX + field.name.upper(), raw, _PARSERS.get(str(field.type).removesuffix(" | None"), str))
+    unknown = set(overrides) - {field.name for field in fields(kind)}
+    if unknown:
+        raise ConfigError(f"there is no setting {', '.join(sorted(unknown))}")
+    return values | {name: value for name, value in overrides.items() if value is not None}
 
 
 def cache_dir(environ: Mapping[str, str] | None = None) -> Path:

@@ -258,7 +258,7 @@ class Team:
 
 def _session_options(model: Model, plan: TeamPlan, topology: Topology, config: TeamConfig, placement: PlacementPlan) -> SessionOptions:
     """The wish with the plan's lanes and with KV memory; PlanError if the whole does not fit into memory."""
-    split_down = int(placement.placement == "experts")
+    split_down = int(placement.placement == "experts" or bool(config.session.split_down))
     wish = replace(config.session, max_lanes=plan.max_lanes, front_lane=int(plan.front_lane), split_down=split_down)
     if not wish.kv_blocks:
         blocks = plan_kv_blocks(model.info, kv_bytes=config.kv_bytes, topology=topology, kv_format=wish.kv_format, max_seqs=wish.max_seqs)

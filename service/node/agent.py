@@ -1,0 +1,154 @@
+"""What a node computes with: the team that holds its share, one batch at a time."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+import time
+from collections.abc import Mapping
+from importlib.metadata import version
+
+from colibri.v1 import node_pb2
+from engine_c import FORMATS, SessionOptions, isa_name
+from service.artifact import read_artifact
+from service.config import ConfigError
+from service.node.batches import Work
+from service.node.config import NodeConfig
+from workers.keeping import Keep, kept_ranges
+from workers.layout import Layout, LayoutError, read_digest, read_layout
+from workers.mapping import MADV_POPULATE_READ, PAGE, advise, mapped
+from workers.slot import SupervisorConfig
+from workers.team import Team, TeamConfig
+
+PROTOCOL = 1
+"""Of Experts.Execute with prepared rows; both sides must have the same."""
+_STARTS = 3  # tries of a worker within start_timeout
+_FORMAT_NAMES = {number: name for name, number in FORMATS.items()}
+
+
+class AssignError(ValueError):
+    """A share can't be held; says which and why."""
+
+
+class Agent:
+    """The model, its workers and what is held. Any thread may call anything; batches wait for one another."""
+
+    def __init__(self, config: NodeConfig) -> None:
+        """Opens the model and starts the workers. ConfigError, or what the engine and workers raise."""
+        self.config = config
+        self.model_name = read_artifact(config.model).name
+        self.layout, self.digest = _read(config)
+        self.instance = secrets.token_hex(8)
+        self.draining = False
+        self.not_held = 0  # pairs computed of experts that are not held
+        layers = enumerate(self.layout.layers)
+        self._held = {number: config.held(len(layer)) for number, layer in layers if len(layer) > 1} if not config.assignable else {}
+        self._held = {number: experts for number, experts in self._held.items() if experts}
+        self._changing = threading.Lock()
+        self._computing = threading.Lock()
+        self.team = Team.open(config.model, _team_config(config, self._held))
+
+    def compute(self, work: Work) -> tuple[bytes, int, int]:
+        """The answer to a batch, nanoseconds it took, and those it waited for others before. EngineError."""
+        asked = time.perf_counter_ns()
+        with self._computing:
+            begun = time.perf_counter_ns()
+            outputs = self.team.session.run_experts(work.batch, kind=work.kind)
+            self._count(work)
+            answer = work.combine(outputs, self.team.model.info.hidden)
+            return answer, time.perf_counter_ns() - begun, begun - asked
+
+    def _count(self, work: Work) -> None:
+        held = self._held.get(work.batch.layer, ())
+        self.not_held += sum(count for expert, count in zip(work.batch.experts, work.batch.counts, strict=True) if expert not in held)
+
+    def assign(self, shares: Mapping[int, tuple[int, ...]]) -> None:
+        """Holds these experts from now on: what is new is read into memory first. What is no longer held stays in the page cache until the
+        kernel needs the room. AssignError."""
+        wanted = {layer: experts for layer, experts in sorted(shares.items()) if experts}
+        with self._changing:
+            new = {(layer, expert) for layer, experts in wanted.items() for expert in set(experts) - set(self._held.get(layer, ()))}
+            self._populate(new)
+            self._held = wanted
+
+    def _populate(self, experts: set[tuple[int, int]]) -> None:
+        """An assignable node maps the file: who reads its pages once has them for the workers too."""
+        try:
+            ranges = kept_ranges(self.layout, Keep(frozenset(experts), backbone=False))
+        except LayoutError as error:
+            raise AssignError(str(error)) from error
+        fd = os.open(self.config.model, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            for begin, end in ranges:
+                with mapped(fd, end - begin, writable=False, offset=begin) as address:
+                    refusal = advise(address, -(-(end - begin) // PAGE) * PAGE, MADV_POPULATE_READ)
+                    if refusal:
+                        raise AssignError(f"bytes {begin} to {end} of the model's file can't be read: {os.strerror(refusal)}")
+        except OSError as error:
+            raise AssignError(f"the model's file can't be mapped: {error.strerror}") from error
+        finally:
+            os.close(fd)
+
+    @property
+    def share_bytes(self) -> int:
+        """Of the experts that are held."""
+        return sum(self.layout.layers[layer][expert].bytes for layer, experts in self._held.items() for expert in experts)
+
+    def describe(self) -> node_pb2.NodeDescription:
+        """What the node is and holds."""
+        info = self.team.model.info
+        description = node_pb2.NodeDescription(
+            name=self.config.own_name,
+            instance=self.instance,
+            version=version("colibri"),
+            protocol=PROTOCOL,
+            isa=isa_name(),
+            model=self.model_name,
+            model_digest=self.digest,
+            expert_format=_FORMAT_NAMES[info.expert_format],
+            layers=info.layers,
+            experts=info.experts,
+            hidden=info.hidden,
+            assignable=self.config.assignable,
+            lanes=self.team.plan.lanes,
+            memory_bytes=sum(node.memory_bytes for node in self.team.topology.nodes),
+            share_bytes=self.share_bytes,
+            state=node_pb2.NODE_STATE_DRAINING if self.draining else node_pb2.NODE_STATE_READY,
+        )
+        for layer, experts in self._held.items():
+            description.shares.add(layer=layer, experts=experts)
+        return description
+
+    def close(self) -> None:
+        """Ends the workers, after the batch that is computed."""
+        with self._computing:
+            self.team.close()
+
+
+def _read(config: NodeConfig) -> tuple[Layout, str]:
+    fd = os.open(config.model, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return read_layout(fd), read_digest(fd)
+    except LayoutError as error:
+        raise ConfigError(f"{config.model}: {error}") from error
+    finally:
+        os.close(fd)
+
+
+def _team_config(config: NodeConfig, held: Mapping[int, tuple[int, ...]]) -> TeamConfig:
+    """A session without room for sequences. Nothing of the backbone is kept: no expert needs it."""
+    experts = frozenset((layer, expert) for layer, own in held.items() for expert in own)
+    options = SessionOptions(
+        max_rows=config.max_rows, max_seqs=1, max_logit_rows=1, kv_blocks=1, split_down=1, hang_ms=config.hang_ms
+    )
+    return TeamConfig(
+        load_mode=config.load,
+        placement="none",
+        keep=Keep(experts, backbone=False),
+        workers_per_node=config.workers_per_node,
+        threads_per_worker=config.threads_per_worker,
+        session=options,
+        start_timeout_s=config.start_timeout,
+        supervisor=SupervisorConfig(start_s=config.start_timeout / _STARTS),
+    )

@@ -1,0 +1,126 @@
+"""Expert mini-batches: checked as they come from the wire, and weighted sums of what they gave."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from colibri.v1 import experts_pb2 as pb
+from engine_c import ModelInfo
+from engine_c.remote import ExpertBatch
+
+Kind = Literal["prepared", "f32", "bf16"]
+
+_KINDS: dict[int, tuple[Kind, int]] = {
+    pb.DATA_TYPE_F32: ("f32", 4),
+    pb.DATA_TYPE_BF16: ("bf16", 2),
+    pb.DATA_TYPE_PREPARED: ("prepared", 0),
+}
+
+
+class BatchError(ValueError):
+    """A batch is malformed; the sentence names the field."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A checked batch. weights: of each pair, if the answer is to be summed over the experts."""
+
+    batch: ExpertBatch
+    kind: Kind
+    rows: npt.NDArray[np.int32]
+    weights: npt.NDArray[np.float32] | None
+
+    def combine(self, outputs: bytes, hidden: int) -> bytes:
+        """Each row's outputs times their weights, added up in ascending order of experts."""
+        if self.weights is None:
+            return outputs
+        pairs = np.frombuffer(outputs, np.float32).reshape(-1, hidden)
+        total = np.zeros((self.batch.n_rows, hidden), np.float32)
+        at = 0
+        for count in self.batch.counts:
+            here = slice(at, at + count)
+            total[self.rows[here]] += self.weights[here, None] * pairs[here]  # a row is there once for an expert: checked
+            at += count
+        return total.tobytes()
+
+
+def check(message: pb.ExpertBatch, info: ModelInfo, *, largest: int, prepared: bool) -> Work:
+    """What a message asks for. largest: bytes that an answer may have. prepared: whether rows may be. Raises BatchError."""
+    experts, counts = tuple(message.experts), tuple(message.counts)
+    _check_experts(message.layer, experts, counts, info)
+    pairs = sum(counts)
+    if pairs * info.hidden * 4 > largest:
+        raise BatchError(f"counts: {pairs} pairs give an answer of more than {largest} bytes; ask for fewer at a time")
+    kind = _check_rows(message, info, prepared=prepared)
+    rows = _check_pairs(message, counts)
+    weights = _floats("weights", message.weights, pairs)
+    _floats("input_weights", message.input_weights, pairs)
+    batch = ExpertBatch(
+        layer=message.layer,
+        experts=experts,
+        counts=counts,
+        rows=message.data,
+        n_rows=message.rows,
+        row_of_pair=rows.tobytes(),
+        weights=message.input_weights,
+    )
+    return Work(batch, kind, rows, weights)
+
+
+def _check_experts(layer: int, experts: tuple[int, ...], counts: tuple[int, ...], info: ModelInfo) -> None:
+    if layer >= info.layers:
+        raise BatchError(f"layer: there is no layer {layer}, the model has {info.layers}")
+    if not experts:
+        raise BatchError("experts: at least one is needed")
+    if max(experts) >= info.experts:
+        raise BatchError(f"experts: there is no expert {max(experts)}, the model has {info.experts} a layer")
+    if any(a >= b for a, b in pairwise(experts)):
+        raise BatchError("experts: they must ascend, each once")
+    if len(counts) != len(experts):
+        raise BatchError(f"counts: {len(counts)} of them for {len(experts)} experts")
+    if min(counts) < 1:
+        raise BatchError("counts: each must be at least 1")
+
+
+def _check_rows(message: pb.ExpertBatch, info: ModelInfo, *, prepared: bool) -> Kind:
+    if message.dtype not in _KINDS:
+        raise BatchError(f"dtype: {message.dtype} is none of DATA_TYPE_F32, DATA_TYPE_BF16 and DATA_TYPE_PREPARED")
+    kind, size = _KINDS[message.dtype]
+    if kind == "prepared" and not prepared:
+        raise BatchError("dtype: DATA_TYPE_PREPARED needs OpenStream.protocol and OpenStream.model_digest; send F32 or BF16")
+    if message.rows < 1:
+        raise BatchError("rows: at least one is needed")
+    if size and len(message.data) != message.rows * info.hidden * size:
+        wanted = f"{message.rows} rows of {info.hidden} elements take {message.rows * info.hidden * size}"
+        raise BatchError(f"data: its length is {len(message.data)} bytes, {wanted}")
+    return kind
+
+
+def _check_pairs(message: pb.ExpertBatch, counts: tuple[int, ...]) -> npt.NDArray[np.int32]:
+    pairs = sum(counts)
+    if not message.row_of_pair:
+        if pairs != message.rows:
+            raise BatchError(f"row_of_pair: it is empty, but there are {pairs} pairs and {message.rows} rows")
+        return np.arange(pairs, dtype=np.int32)
+    if len(message.row_of_pair) != 4 * pairs:
+        raise BatchError(f"row_of_pair: its length is {len(message.row_of_pair)} bytes, {pairs} pairs take {4 * pairs}")
+    rows = np.frombuffer(message.row_of_pair, np.int32)
+    if rows.min() < 0 or rows.max() >= message.rows:
+        raise BatchError(f"row_of_pair: every row must be below {message.rows}")
+    descents = np.flatnonzero(np.diff(rows) <= 0) + 1
+    if not np.isin(descents, np.cumsum(counts)).all():
+        raise BatchError("row_of_pair: an expert's rows must ascend, each once")
+    return rows
+
+
+def _floats(field: str, data: bytes, count: int) -> npt.NDArray[np.float32] | None:
+    if not data:
+        return None
+    if len(data) != 4 * count:
+        raise BatchError(f"{field}: its length is {len(data)} bytes, {count} pairs take {4 * count}")
+    return np.frombuffer(data, np.float32)

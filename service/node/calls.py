@@ -1,0 +1,144 @@
+"""Answers to front ends: Node.Describe, Node.Assign and Experts.Execute, on threads of a synchronous server.
+
+A stream's own thread computes its batches: nothing is handed from thread to thread between the wire and the engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import NoReturn
+
+import grpc
+from google.rpc.code_pb2 import Code
+from google.rpc.error_details_pb2 import ErrorInfo
+
+from colibri.v1 import experts_pb2 as pb, node_pb2
+from engine_c import EngineError
+from service.errors import DOMAIN, Refusal
+from service.node.agent import PROTOCOL, Agent, AssignError
+from service.node.batches import BatchError, check
+from service.node.metrics import NodeMetrics
+
+log = logging.getLogger("colibri.node")
+
+_CODES = {"EINVAL": Code.INVALID_ARGUMENT, "ENOLANES": Code.UNAVAILABLE, "ENOMEM": Code.RESOURCE_EXHAUSTED}
+
+
+def refuse(context: grpc.ServicerContext, code: str, reason: str, sentence: str) -> NoReturn:
+    """Ends a call with a status that has an ErrorInfo."""
+    context.abort_with_status(Refusal(code, sentence, [ErrorInfo(reason=reason, domain=DOMAIN)]).status())
+    raise AssertionError("abort returned")
+
+
+class NodeCalls:
+    """colibri.v1.Node."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+
+    def Describe(self, request: node_pb2.DescribeRequest, context: grpc.ServicerContext) -> node_pb2.NodeDescription:
+        """What the node is and holds."""
+        return self._agent.describe()
+
+    def Assign(self, request: node_pb2.AssignRequest, context: grpc.ServicerContext) -> node_pb2.NodeDescription:
+        """Takes a share, if none was given by flag."""
+        agent = self._agent
+        if not agent.config.assignable:
+            given = f"experts {agent.config.experts}" if agent.config.experts else f"share {agent.config.share}"
+            refuse(context, "FAILED_PRECONDITION", "SHARE_GIVEN", f"this node was started with {given}; start it with share auto")
+        shares = {share.layer: tuple(share.experts) for share in request.shares}
+        if len(shares) != len(request.shares):
+            refuse(context, "INVALID_ARGUMENT", "BAD_SHARE", "shares: a layer is there more than once")
+        for layer, experts in shares.items():
+            if any(a >= b for a, b in pairwise(experts)):
+                refuse(context, "INVALID_ARGUMENT", "BAD_SHARE", f"shares: the experts of layer {layer} must ascend, each once")
+        try:
+            agent.assign(shares)
+        except AssignError as error:
+            refuse(context, "INVALID_ARGUMENT", "BAD_SHARE", f"shares: {error}")
+        log.info("assigned %d experts, %d MiB", sum(map(len, shares.values())), agent.share_bytes >> 20)
+        return agent.describe()
+
+
+class ExpertCalls:
+    """colibri.v1.Experts, of which a node does Execute."""
+
+    def __init__(self, agent: Agent, metrics: NodeMetrics) -> None:
+        self._agent = agent
+        self._metrics = metrics
+        self._lock = threading.Lock()
+        self._last = time.monotonic()
+        self.streams = 0
+
+    @property
+    def quiet_for(self) -> float:
+        """Seconds in which no stream has asked for anything."""
+        return time.monotonic() - self._last
+
+    def Route(self, request: pb.RouteRequest, context: grpc.ServicerContext) -> pb.RouteResponse:
+        """Not here."""
+        refuse(context, "UNIMPLEMENTED", "NODE", "a node computes experts by Execute only; ask a server")
+
+    def Forward(self, request: pb.ForwardRequest, context: grpc.ServicerContext) -> pb.ForwardResponse:
+        """Not here."""
+        refuse(context, "UNIMPLEMENTED", "NODE", "a node computes experts by Execute only; ask a server")
+
+    def Execute(self, requests: Iterator[pb.ExecuteRequest], context: grpc.ServicerContext) -> Iterator[pb.ExecuteResponse]:
+        """One stream, from its opening to its end."""
+        with self._lock:
+            taken = self.streams < self._agent.config.max_streams
+            self.streams += taken
+        if not taken:
+            refuse(context, "RESOURCE_EXHAUSTED", "TOO_MANY_STREAMS", f"{self._agent.config.max_streams} streams are open already")
+        try:
+            opening = self._open(next(requests, pb.ExecuteRequest()), context)
+            yield pb.ExecuteResponse(opened=self._agent.describe())
+            prepared = bool(opening.protocol and opening.model_digest)
+            for request in requests:
+                if request.WhichOneof("kind") != "batch":
+                    refuse(context, "INVALID_ARGUMENT", "BAD_STREAM", "only batches may follow the message that opens the stream")
+                yield self._answer(request.batch, prepared=prepared)
+        finally:
+            with self._lock:
+                self.streams -= 1
+
+    def _open(self, request: pb.ExecuteRequest, context: grpc.ServicerContext) -> pb.OpenStream:
+        if request.WhichOneof("kind") != "open":
+            refuse(context, "INVALID_ARGUMENT", "BAD_STREAM", "the first message must open the stream")
+        opening, agent = request.open, self._agent
+        caller = f"{opening.front_end or 'a caller'} ({opening.version or 'no version'})"
+        if agent.draining:
+            refuse(context, "UNAVAILABLE", "DRAINING", "this node is draining: it takes no more streams")
+        if opening.protocol not in (0, PROTOCOL):
+            sentence = f"the caller speaks protocol {opening.protocol}, this node {PROTOCOL}: run the same version on both"
+            log.warning("refused %s: %s", caller, sentence)
+            refuse(context, "FAILED_PRECONDITION", "VERSION_DIFFERS", sentence)
+        if opening.model_digest not in ("", agent.digest):
+            sentence = f"the caller's model has digest {opening.model_digest[:64]}, this node's {agent.digest}: give both the same file"
+            log.warning("refused %s: %s", caller, sentence)
+            refuse(context, "FAILED_PRECONDITION", "MODEL_DIFFERS", sentence)
+        log.info("%s has opened a stream", caller)
+        return opening
+
+    def _answer(self, message: pb.ExpertBatch, *, prepared: bool) -> pb.ExecuteResponse:
+        self._last = time.monotonic()
+        agent = self._agent
+        try:
+            work = check(message, agent.team.model.info, largest=agent.config.max_message_bytes, prepared=prepared)
+            data, compute_ns, queue_ns = agent.compute(work)
+        except BatchError as error:
+            return self._failed(message.id, Code.INVALID_ARGUMENT, str(error))
+        except EngineError as error:
+            return self._failed(message.id, _CODES.get(error.name, Code.INTERNAL), str(error))
+        finally:
+            self._last = time.monotonic()
+        self._metrics.computed(pairs=sum(message.counts), seconds=compute_ns / 1e9, waited=queue_ns / 1e9)
+        return pb.ExecuteResponse(result=pb.ExpertResult(id=message.id, data=data, compute_ns=compute_ns, queue_ns=queue_ns))
+
+    def _failed(self, number: int, code: int, sentence: str) -> pb.ExecuteResponse:
+        self._metrics.failed(Code.Name(code))
+        return pb.ExecuteResponse(failed=pb.BatchFailure(id=number, code=code, message=sentence))

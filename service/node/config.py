@@ -1,0 +1,121 @@
+"""A node's settings: one frozen object, checked once."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from service.config import ConfigError, read_settings
+
+_SPAN = re.compile(r"(\d+)(?:-(\d+))?")
+_SHARE = re.compile(r"(\d+)/(\d+)")
+_TLS = ("tls_cert", "tls_key", "tls_ca")
+
+
+@dataclass(frozen=True, slots=True)
+class NodeConfig:
+    """Everything a node needs to know. Every field can be set by the environment as COLIBRI_<FIELD>, and overridden by keyword."""
+
+    model: Path = Path()  # the container file
+    name: str = ""  # stable name of this node; empty: the host's
+    experts: str = ""  # of every layer, as "0-31,40"; exactly one of this and
+    share: str = ""  # "2/4": the second quarter of every layer's experts; "auto": what front ends assign
+
+    host: str = "127.0.0.1"
+    port: int = 50061  # 0: any free one
+    tls_cert: str = ""  # the node's certificate,
+    tls_key: str = ""  # its key, and
+    tls_ca: str = ""  # the authority that signs front ends' certificates; all PEM files
+    insecure: bool = False  # without the three files, other machines may call unencrypted; this one always may
+    metrics_host: str = "127.0.0.1"
+    metrics_port: int | None = None  # Prometheus over HTTP; 0: any free one; None: none
+
+    load: Literal["auto", "map", "memfd"] = "auto"
+    workers_per_node: int | None = None
+    threads_per_worker: int | None = None
+    max_rows: int = 512  # computed at a time; longer batches are cut
+    max_streams: int = 32  # front ends at once
+    max_message_bytes: int = 256 << 20  # of a batch, and of its answer
+    hang_ms: int = 1000
+    start_timeout: float = 60.0  # seconds for the workers to be ready
+    drain_grace: float = 30.0  # seconds that front ends may take to leave after SIGTERM
+
+    def __post_init__(self) -> None:
+        if bool(self.experts) == bool(self.share):
+            raise ConfigError("give a node either experts, such as 0-31, or a share, such as 2/4 or auto")
+        if self.experts:
+            parse_experts(self.experts)
+        elif self.share != "auto":
+            parse_share(self.share)
+        missing = [setting for setting in _TLS if not getattr(self, setting)]
+        if missing and len(missing) < len(_TLS):
+            raise ConfigError(f"{', '.join(missing)} missing: mutual TLS needs a certificate, its key and an authority")
+        if missing and not self.insecure and not _is_loopback(self.host):
+            raise ConfigError(f"host {self.host} lets other machines call: give tls_cert, tls_key and tls_ca, or allow that with insecure")
+        for setting in ("max_rows", "max_streams", "max_message_bytes"):
+            if getattr(self, setting) < 1:
+                raise ConfigError(f"{setting} is {getattr(self, setting)}: it must be at least 1")
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None, **overrides: Any) -> Self:
+        """From the environment; keywords that are not None win. Raises ConfigError."""
+        return cls(**read_settings(cls, environ, overrides))
+
+    @property
+    def secure(self) -> bool:
+        """Whether calls are encrypted and both sides show certificates."""
+        return bool(self.tls_cert)
+
+    @property
+    def assignable(self) -> bool:
+        """Whether front ends say what is held."""
+        return self.share == "auto"
+
+    @property
+    def own_name(self) -> str:
+        """The name told."""
+        return self.name or socket.gethostname()
+
+    def held(self, experts: int) -> tuple[int, ...]:
+        """Of a layer of so many experts, those held from the start. Raises ConfigError."""
+        if self.assignable:
+            return ()
+        if self.share:
+            index, count = parse_share(self.share)
+            return tuple(expert for expert in range(experts) if expert * count // experts == index - 1)
+        found = parse_experts(self.experts)
+        if found[-1] >= experts:
+            raise ConfigError(f"experts {self.experts}: there is no expert {found[-1]}, the model has {experts} a layer")
+        return found
+
+
+def parse_experts(text: str) -> tuple[int, ...]:
+    """"0-3,8" -> (0, 1, 2, 3, 8). Raises ConfigError."""
+    found: set[int] = set()
+    for word in text.split(","):
+        match = _SPAN.fullmatch(word.strip())
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if first > last or last >= 1 << 20:
+            raise ConfigError(f"experts {text!r}: {word.strip()!r} is neither a number nor a span such as 0-31")
+        found.update(range(first, last + 1))
+    return tuple(sorted(found))
+
+
+def parse_share(text: str) -> tuple[int, int]:
+    """"2/4" -> (2, 4). Raises ConfigError."""
+    match = _SHARE.fullmatch(text)
+    if not match or not 1 <= int(match[1]) <= int(match[2]):
+        raise ConfigError(f"share {text!r}: it must be auto, or a part such as 2/4")
+    return int(match[1]), int(match[2])
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,136 @@
+"""A node's server: opens the share, answers until told to stop, drains.
+
+SIGTERM: the description says DRAINING and readiness NOT_SERVING; streams go on until their front ends have left or ask for nothing for a
+while, or the grace is over. A second signal hurries.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # workers are exec'd; nothing forks once grpc runs
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from colibri.v1 import experts_pb2, experts_pb2_grpc, node_pb2, node_pb2_grpc
+from service.address import read_pem
+from service.config import ConfigError
+from service.exposition import serve_page
+from service.health import EXPERTS, LIVENESS
+from service.node.agent import Agent
+from service.node.calls import ExpertCalls, NodeCalls
+from service.node.config import NodeConfig
+from service.node.metrics import NodeMetrics
+from service.server import channel_options
+
+log = logging.getLogger("colibri.node")
+_QUIET = 2.0  # seconds without a batch after which a draining node leaves though streams are open
+_LOOK_EVERY = 0.05
+_FAREWELL = 1.0  # seconds for the last answers to reach their callers
+_SPARE_THREADS = 8  # for calls other than streams
+_SERVICES = (
+    node_pb2.DESCRIPTOR.services_by_name["Node"].full_name,
+    experts_pb2.DESCRIPTOR.services_by_name["Experts"].full_name,
+    health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,
+    reflection.SERVICE_NAME,
+)
+
+
+class NodeServer:
+    """One node behind one address. `run()` is its whole life."""
+
+    def __init__(self, config: NodeConfig) -> None:
+        self.config = config
+        self.port = 0  # bound
+        self._stop = threading.Event()
+        self._hurry = threading.Event()
+
+    def run(self) -> None:
+        """Serves until SIGTERM or SIGINT and drains. Raises ConfigError, or what the engine and workers raise, if it cannot start."""
+        with contextlib.ExitStack() as undo, self._signals():
+            agent = Agent(self.config)
+            undo.callback(agent.close)
+            metrics = NodeMetrics()
+            calls = ExpertCalls(agent, metrics)
+            self._show(metrics, agent, calls, undo)
+            pool = undo.enter_context(ThreadPoolExecutor(self.config.max_streams + _SPARE_THREADS, thread_name_prefix="node"))
+            watchers = undo.enter_context(ThreadPoolExecutor(2, thread_name_prefix="health"))
+            statuses = health.HealthServicer(experimental_non_blocking=True, experimental_thread_pool=watchers)
+            server = grpc.server(pool, options=channel_options(self.config.max_message_bytes))
+            node_pb2_grpc.add_NodeServicer_to_server(NodeCalls(agent), server)
+            experts_pb2_grpc.add_ExpertsServicer_to_server(calls, server)
+            health_pb2_grpc.add_HealthServicer_to_server(statuses, server)
+            reflection.enable_server_reflection(_SERVICES, server)
+            self._bind(server)
+            server.start()
+            undo.callback(lambda: server.stop(_FAREWELL).wait())
+            for service in (LIVENESS, EXPERTS):
+                statuses.set(service, health_pb2.HealthCheckResponse.SERVING)
+            log.info("node %s serves %s on %s:%d", self.config.own_name, agent.model_name, self.config.host, self.port)
+            self._stop.wait()
+            agent.draining = True
+            statuses.set(EXPERTS, health_pb2.HealthCheckResponse.NOT_SERVING)
+            self._drain(calls)
+
+    def _drain(self, calls: ExpertCalls) -> None:
+        log.info("draining %d streams, for %.0f s at the most", calls.streams, self.config.drain_grace)
+        waited = 0.0
+        while calls.streams and waited < self.config.drain_grace and not (waited >= _QUIET and calls.quiet_for >= _QUIET):
+            if self._hurry.wait(_LOOK_EVERY):
+                return
+            waited += _LOOK_EVERY
+
+    def _bind(self, server: grpc.Server) -> None:
+        config = self.config
+        host = f"[{config.host.strip('[]')}]" if ":" in config.host else config.host
+        address = f"{host}:{config.port}"
+        try:
+            if not config.secure:
+                self.port = server.add_insecure_port(address)
+                return
+            pair = (read_pem("tls_key", config.tls_key), read_pem("tls_cert", config.tls_cert))
+            authority = read_pem("tls_ca", config.tls_ca)
+            credentials = grpc.ssl_server_credentials([pair], root_certificates=authority, require_client_auth=True)
+            self.port = server.add_secure_port(address, credentials)
+        except RuntimeError as error:
+            remedy = "is the address free, and does tls_key belong to tls_cert?" if config.secure else "choose another port or host"
+            raise ConfigError(f"cannot listen on {address}: {error}; {remedy}") from error
+
+    def _show(self, metrics: NodeMetrics, agent: Agent, calls: ExpertCalls, undo: contextlib.ExitStack) -> None:
+        metrics.watch("colibri_node_share_bytes", "Bytes of the experts held.", lambda: agent.share_bytes)
+        metrics.watch("colibri_node_streams", "Front ends connected.", lambda: calls.streams)
+        metrics.watch("colibri_node_not_held_pairs", "Pairs computed of experts that were not held.", lambda: agent.not_held)
+        metrics.watch("colibri_node_lanes", "Threads that compute.", lambda: agent.team.plan.lanes)
+        if self.config.metrics_port is None:
+            return
+        where = f"{self.config.metrics_host}:{self.config.metrics_port}"
+        try:
+            page, _ = serve_page(metrics.registry, host=self.config.metrics_host, port=self.config.metrics_port)
+        except OSError as error:
+            raise ConfigError(f"metrics cannot be served on {where}: {error.strerror or error}; choose another metrics_port") from error
+        undo.callback(page.server_close)
+        undo.callback(page.shutdown)
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Handlers for SIGTERM and SIGINT; as they were afterwards."""
+
+        def stop(*_: object) -> None:
+            if self._stop.is_set():
+                self._hurry.set()
+            self._stop.set()
+
+        former = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in former.items():
+                signal.signal(number, handler)

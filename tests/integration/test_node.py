@@ -1,0 +1,233 @@
+"""`colibri node` as a process: what it says it is, what it computes, what it refuses, and how it leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import numpy as np
+import psutil
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from colibri.v1 import experts_pb2 as pb, experts_pb2_grpc, node_pb2, node_pb2_grpc
+from engine_c import Model, Session, SessionOptions
+from engine_c.remote import ExpertBatch
+from tests.integration.serving import PATIENCE, ROOT, until
+
+INVALID = 3  # google.rpc.Code
+LAYER, EXPERTS, COUNTS, ROWS = 1, (0, 2, 3), (2, 1, 3), 4
+PAIRS = np.array([0, 2, 1, 0, 1, 3], np.int32)
+
+
+@dataclass
+class Node:
+    process: subprocess.Popen[str]
+    channel: grpc.Channel
+
+    def describe(self) -> node_pb2.NodeDescription:
+        return node_pb2_grpc.NodeStub(self.channel).Describe(node_pb2.DescribeRequest(), timeout=PATIENCE)
+
+    def execute(self, *requests: pb.ExecuteRequest) -> list[pb.ExecuteResponse]:
+        return list(experts_pb2_grpc.ExpertsStub(self.channel).Execute(iter(requests), timeout=PATIENCE))
+
+    def health(self, service: str) -> int:
+        return health_pb2_grpc.HealthStub(self.channel).Check(health_pb2.HealthCheckRequest(service=service), timeout=PATIENCE).status
+
+
+@contextlib.contextmanager
+def node_of(model: Path, *options: str, log: Path) -> Iterator[Node]:
+    """A node on a free port; killed if it is still there at the end."""
+    command = [sys.executable, "-m", "ops.cli", "node", str(model), "--port", "0", "--name", "n", "--threads-per-worker", "1", *options]
+    with log.open("w") as stderr, subprocess.Popen(command, cwd=ROOT, stderr=stderr, text=True) as process:
+        try:
+            found = until(lambda: re.search(r"serves .* on 127\.0\.0\.1:(\d+)", log.read_text()) or process.poll(), "the node serves")
+            assert isinstance(found, re.Match), log.read_text()
+            with grpc.insecure_channel(f"127.0.0.1:{found[1]}") as channel:
+                yield Node(process, channel)
+        finally:
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def node(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+    with node_of(tiny_model, "--share", "1/2", log=tmp_path_factory.mktemp("node") / "log") as running:
+        yield running
+
+
+def opening(**fields: object) -> pb.ExecuteRequest:
+    return pb.ExecuteRequest(open=pb.OpenStream(front_end="test", **fields))  # type: ignore[arg-type]
+
+
+def rows_of(hidden: int) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
+    return np.random.default_rng(7).standard_normal((ROWS, hidden), np.float32)
+
+
+def batch(hidden: int, **changes: object) -> pb.ExecuteRequest:
+    fields = {
+        "id": 5,
+        "layer": LAYER,
+        "experts": EXPERTS,
+        "counts": COUNTS,
+        "dtype": pb.DATA_TYPE_F32,
+        "rows": ROWS,
+        "data": rows_of(hidden).tobytes(),
+        "row_of_pair": PAIRS.tobytes(),
+    }
+    return pb.ExecuteRequest(batch=pb.ExpertBatch(**(fields | changes)))  # type: ignore[arg-type]
+
+
+def computed_here(path: Path) -> tuple[bytes, int]:
+    """The same batch on a session of this process."""
+    with Model.open(path) as model, Session(model, SessionOptions(max_seqs=1, max_logit_rows=1, kv_blocks=1, split_down=1)) as session:
+        hidden = model.info.hidden
+        work = ExpertBatch(LAYER, EXPERTS, COUNTS, rows_of(hidden).tobytes(), ROWS, PAIRS.tobytes(), b"")
+        return session.run_experts(work, kind="f32"), hidden
+
+
+def test_it_says_what_it_is_and_holds(node: Node) -> None:
+    said = node.describe()
+    assert (said.name, said.protocol, said.state, said.assignable) == ("n", 1, node_pb2.NODE_STATE_READY, False)
+    assert len(said.model_digest) == 64
+    assert said.instance
+    assert said.share_bytes > 0
+    assert [list(share.experts) for share in said.shares] == [list(range(said.experts // 2))] * said.layers
+    assert node.health("") == node.health("colibri.v1.Experts") == health_pb2.HealthCheckResponse.SERVING
+
+
+def test_outputs_are_those_of_a_session_here_bit_by_bit(node: Node, tiny_model: Path) -> None:
+    expected, hidden = computed_here(tiny_model)
+    weights = np.array([0.5, 0.25, 1, 0.125, 3, 0.3], np.float32)
+    opened, plain, summed = node.execute(opening(), batch(hidden), batch(hidden, id=6, weights=weights.tobytes()))
+    assert opened.opened.name == "n"
+    assert (plain.result.id, plain.result.data) == (5, expected)
+    total = np.zeros((ROWS, hidden), np.float32)
+    for pair, output in enumerate(np.frombuffer(expected, np.float32).reshape(-1, hidden)):
+        total[PAIRS[pair]] += weights[pair] * output
+    assert (summed.result.id, summed.result.data) == (6, total.tobytes())
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"layer": 99}, "layer"),
+        ({"experts": (0, 2, 9999)}, "experts"),
+        ({"experts": (2, 0, 3)}, "experts"),
+        ({"experts": ()}, "experts"),
+        ({"counts": (2, 1)}, "counts"),
+        ({"counts": (2, 0, 4)}, "counts"),
+        ({"dtype": pb.DATA_TYPE_I32}, "dtype"),
+        ({"dtype": pb.DATA_TYPE_PREPARED}, "dtype"),
+        ({"data": b"short"}, "data"),
+        ({"rows": 0}, "rows"),
+        ({"row_of_pair": b"1234"}, "row_of_pair"),
+        ({"row_of_pair": (PAIRS + 1).tobytes()}, "row_of_pair"),
+        ({"row_of_pair": PAIRS[::-1].tobytes()}, "row_of_pair"),
+        ({"weights": b"1234"}, "weights"),
+        ({"input_weights": b"1234"}, "input_weights"),
+    ],
+)
+def test_a_malformed_batch_is_refused_by_its_field(node: Node, changes: dict[str, object], field: str) -> None:
+    hidden = node.describe().hidden
+    _, failed, again = node.execute(opening(), batch(hidden, **changes), batch(hidden, id=6, layer=77))
+    assert (failed.failed.id, failed.failed.code) == (5, INVALID)
+    assert failed.failed.message.startswith(f"{field}: ")
+    assert again.failed.id == 6, "the stream went on"
+
+
+@pytest.mark.parametrize(
+    ("requests", "code", "word"),
+    [
+        ([opening(model_digest="0" * 64)], grpc.StatusCode.FAILED_PRECONDITION, "digest"),
+        ([opening(protocol=99)], grpc.StatusCode.FAILED_PRECONDITION, "protocol"),
+        ([batch(8)], grpc.StatusCode.INVALID_ARGUMENT, "first message"),
+        ([], grpc.StatusCode.INVALID_ARGUMENT, "first message"),
+        ([opening(), opening()], grpc.StatusCode.INVALID_ARGUMENT, "only batches"),
+    ],
+)
+def test_a_stream_that_does_not_fit_is_refused(node: Node, requests: Sequence[pb.ExecuteRequest], code: grpc.StatusCode, word: str) -> None:
+    with pytest.raises(grpc.RpcError) as refusal:
+        node.execute(*requests)
+    assert refusal.value.code() == code
+    assert word in refusal.value.details()
+
+
+def test_a_share_given_by_flag_is_not_assigned(node: Node) -> None:
+    with pytest.raises(grpc.RpcError) as refusal:
+        node_pb2_grpc.NodeStub(node.channel).Assign(node_pb2.AssignRequest(), timeout=PATIENCE)
+    assert refusal.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+    assert "share 1/2" in refusal.value.details()
+
+
+def test_an_assignable_node_holds_what_it_is_told(tiny_model: Path, tmp_path: Path) -> None:
+    with node_of(tiny_model, "--share", "auto", log=tmp_path / "log") as node:
+        said = node.describe()
+        assert (said.assignable, list(said.shares), said.share_bytes) == (True, [], 0)
+        stub = node_pb2_grpc.NodeStub(node.channel)
+        request = node_pb2.AssignRequest(shares=[node_pb2.ExpertShare(layer=1, experts=[1, 3])])
+        said = stub.Assign(request, timeout=PATIENCE)
+        assert list(said.shares) == list(request.shares)
+        assert said.share_bytes > 0
+        for wrong in ([0, 9999], [3, 1]):
+            with pytest.raises(grpc.RpcError) as refusal:
+                stub.Assign(node_pb2.AssignRequest(shares=[node_pb2.ExpertShare(layer=0, experts=wrong)]), timeout=PATIENCE)
+            assert refusal.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+        assert node.describe().shares == request.shares
+
+
+def test_a_worker_that_is_killed_changes_no_answer(tiny_model: Path, tmp_path: Path) -> None:
+    expected, hidden = computed_here(tiny_model)
+    with node_of(tiny_model, "--share", "auto", "--workers-per-node", "1", log=tmp_path / "log") as node:
+        workers = psutil.Process(node.process.pid).children()
+        assert workers
+        for worker in workers:
+            os.kill(worker.pid, signal.SIGKILL)
+        _, *answers = node.execute(opening(), *[batch(hidden)] * 20)
+        assert [answer.result.data for answer in answers] == [expected] * 20
+
+
+def test_on_sigterm_it_says_so_and_leaves_when_its_front_ends_have(tiny_model: Path, tmp_path: Path) -> None:
+    with node_of(tiny_model, "--experts", "0-1", log=tmp_path / "log") as node:
+        asked = iter([opening()])
+        answers = experts_pb2_grpc.ExpertsStub(node.channel).Execute(_held_open(asked, node), timeout=PATIENCE)
+        assert next(answers).opened.state == node_pb2.NODE_STATE_READY
+        node.process.send_signal(signal.SIGTERM)
+        until(lambda: node.describe().state == node_pb2.NODE_STATE_DRAINING, "the node says that it drains")
+        assert node.health("colibri.v1.Experts") == health_pb2.HealthCheckResponse.NOT_SERVING
+        with pytest.raises(grpc.RpcError) as refusal:
+            node.execute(opening())
+        assert refusal.value.code() == grpc.StatusCode.UNAVAILABLE
+        answers.cancel()
+        assert node.process.wait(PATIENCE) == 0
+
+
+def _held_open(requests: Iterator[pb.ExecuteRequest], node: Node) -> Iterator[pb.ExecuteRequest]:
+    yield from requests
+    node.process.wait()
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        (["--share", "3/2"], "share '3/2'"),
+        (["--experts", "4-1"], "neither a number nor a span"),
+        (["--experts", "0-9999"], "there is no expert 9999"),
+        ([], "either experts"),
+        (["--share", "auto", "--host", "0.0.0.0"], "tls_cert"),
+        (["--share", "auto", "--tls-cert", "x"], "tls_key, tls_ca missing"),
+    ],
+)
+def test_wrong_options_are_one_line(tiny_model: Path, options: list[str], word: str) -> None:
+    command = [sys.executable, "-m", "ops.cli", "node", str(tiny_model), "--port", "0", *options]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
+    assert ended.returncode != 0
+    assert word in ended.stderr
+    assert ended.stderr.count("\n") == 1
