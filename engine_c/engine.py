@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Self
 
 from engine_c._engine import ffi, lib
 from engine_c.batch import BatchBuffers
+from engine_c.remote import ROWS_KINDS, ExpertBatch, Remote, RemoteExperts, RowsKind
 from engine_c.routing import Routes, Telemetry, empty_telemetry
 from engine_c.structs import EngineError, ModelInfo, Part, PathLike, SeqResult, SeqWork, SessionOptions, StepStats
 
@@ -182,22 +183,68 @@ class Session(_User):
         self.arena_fd = lib.colibri_session_arena_fd(out[0])
         self._buffers = BatchBuffers(options, model.info.layers)
         self._error = ffi.new("colibri_error *")
+        self._row_bytes = [lib.colibri_prepared_bytes(out[0], layer) for layer in range(model.info.layers)]
 
-    def step(self, work: Sequence[SeqWork], *, tell: int = -1) -> tuple[list[SeqResult], StepStats]:
+    def step(self, work: Sequence[SeqWork], *, tell: int = -1, remote: Remote | None = None) -> tuple[list[SeqResult], StepStats]:
         """Runs all layers for one batch, results in its order. On EngineError only KV of earlier steps' positions may be used.
 
         tell >= 0: an eventfd to write to as the step begins. From Python it could not be done so late: who waits for it would take the
         interpreter, and the step would begin only when it gives it back.
+        remote: who has the experts of set_remote computed; its RemoteLost gives the step up.
         """
         buffers = self._buffers
         buffers.fill(work)
-        if lib.colibri_front_step(tell, self._pointer, buffers.batch, buffers.rows, buffers.seq_status, buffers.stats, self._error):
+        status = lib.colibri_front_step(tell, self._pointer, buffers.batch, buffers.rows, buffers.seq_status, buffers.stats, self._error)
+        try:
+            while status == lib.COLIBRI_NEEDS_REMOTE:
+                self._hand_out(remote)
+                status = lib.colibri_step_resume(self._pointer, buffers.rows, buffers.seq_status, buffers.stats, self._error)
+            self._check(status)
+        except BaseException:
+            lib.colibri_step_abandon(self._pointer)
             buffers.n_rows = 0
-            raise fail(self._error)
+            raise
         results = buffers.results(work)
         if any(w.routes for w in work):
             results = self._with_routes(work, results)
         return results, buffers.step_stats()
+
+    def _hand_out(self, remote: Remote | None) -> None:
+        if remote is None:
+            raise EngineError(lib.COLIBRI_ESTATE, "some experts are computed elsewhere, and nobody was named who has that done")
+        call = RemoteExperts(self._pointer, self._error, self._check, self._row_bytes)
+        remote.send(call)
+        self._check(lib.colibri_step_local(self._pointer, self._error))
+        remote.receive(call)
+
+    def _check(self, status: int) -> None:
+        if status:
+            raise fail(self._error)
+
+    def set_remote(self, experts: npt.NDArray[np.bool_] | None) -> None:
+        """Says which experts [layers, experts] are computed elsewhere from the next step on; None: none. Needs split_down."""
+        if experts is None:
+            self._check(lib.colibri_session_remote(self._pointer, ffi.NULL, self._error))
+            return
+        if experts.shape != (self.model.info.layers, self.model.info.experts):
+            raise EngineError(lib.COLIBRI_EINVAL, f"remote experts {experts.shape}: it must be the model's layers and experts")
+        raw = experts.astype("u1", order="C")
+        self._check(lib.colibri_session_remote(self._pointer, ffi.from_buffer("uint8_t[]", raw), self._error))
+
+    def run_experts(self, batch: ExpertBatch, *, kind: RowsKind = "prepared") -> bytearray:
+        """Computes another session's mini-batches: f32 [pairs, hidden], not weighted. EngineError for a batch that is malformed or larger
+        than max_rows rows or max_rows * top_k pairs. Needs split_down."""
+        pairs = batch.pairs
+        if len(batch.counts) != len(batch.experts) or len(batch.row_of_pair) != 4 * pairs or len(batch.weights) not in (0, 4 * pairs):
+            raise EngineError(lib.COLIBRI_EINVAL, f"counts, rows or weights do not fit {len(batch.experts)} experts with {pairs} pairs")
+        experts, counts = ffi.new("int32_t[]", batch.experts), ffi.new("int32_t[]", batch.counts)
+        rows, numbers = ffi.from_buffer(batch.rows), ffi.from_buffer("int32_t[]", batch.row_of_pair)
+        weights = ffi.from_buffer("float[]", batch.weights) if batch.weights else ffi.NULL
+        sizes = batch.layer, ROWS_KINDS[kind], len(batch.experts), batch.n_rows
+        work = ffi.new("colibri_expert_work *", (*sizes, experts, counts, rows, len(batch.rows), numbers, weights))
+        out = bytearray(4 * pairs * self.model.info.hidden)
+        self._check(lib.colibri_experts_run(self._pointer, work, ffi.from_buffer("float[]", out), self._error))
+        return out
 
     def _with_routes(self, work: Sequence[SeqWork], results: list[SeqResult]) -> list[SeqResult]:
         ends = list(accumulate(len(w.tokens) for w in work))

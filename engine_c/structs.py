@@ -174,6 +174,10 @@ class StepStats:
     tasks_local: int
     op_ns: tuple[int, ...]
     """By operation, in the order of OPERATIONS."""
+    remote_layers: int = 0
+    """Layers that were handed out,"""
+    remote_ns: int = 0
+    """and how long the step then waited."""
 
 
 PathLike = str | os.PathLike[str]

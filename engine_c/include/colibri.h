@@ -30,7 +30,7 @@ extern "C" {
 #define COLIBRI_API
 #endif
 
-#define COLIBRI_ABI_VERSION 3
+#define COLIBRI_ABI_VERSION 4
 #define COLIBRI_KV_BLOCK 16      /* tokens of one KV block */
 #define COLIBRI_MAX_TOP_LOGPROBS 20
 #define COLIBRI_MAX_NODES 1024   /* NUMA node numbers are 0..1023 */
@@ -39,6 +39,7 @@ extern "C" {
 /* ---------------------------------------------------------------- errors */
 
 enum colibri_status {
+  COLIBRI_NEEDS_REMOTE = 1, /* no error: a step stands in a layer and wants experts' outputs from elsewhere */
   COLIBRI_OK = 0,
   COLIBRI_EINVAL = -1,     /* an argument is out of its range */
   COLIBRI_EIO = -2,        /* the operating system refused a file or mapping operation */
@@ -358,9 +359,10 @@ typedef struct colibri_step_stats {
   uint32_t lanes_lost;     /* lanes found dead in this step */
   uint32_t tasks_homed;    /* tasks that have a home node */
   uint32_t tasks_local;    /* those of them done by a lane of that node */
-  uint32_t reserved;
+  uint32_t remote_layers;  /* layers that were handed out */
+  uint64_t remote_ns;      /* between handing a layer out and going on with it, what was computed here meanwhile left out */
   uint64_t op_ns[COLIBRI_OPS]; /* by enum colibri_operation: from the end of the operation before to this one's, on the stepping thread's clock; their sum
-                                * is step_ns less taking the batch in and giving the results out */
+                                * is step_ns less remote_ns, taking the batch in and giving the results out */
 } colibri_step_stats;
 
 /* Runs all layers for one batch. Blocks; call it with no lock the workers' supervision needs. results [sum n_logits] is the caller's.
@@ -369,6 +371,67 @@ typedef struct colibri_step_stats {
  * disturbs no other. seq_status [n_seqs] may be NULL; gets COLIBRI_OK or COLIBRI_ENUMERIC. stats may be NULL. */
 COLIBRI_API int colibri_step(colibri_session *session, const colibri_batch *batch, colibri_row_result *results, int32_t *seq_status,
                              colibri_step_stats *stats, colibri_error *err);
+/* ---------------------------------------------------------------- experts that are computed elsewhere
+ *
+ * A step routes a layer here. If some of the chosen experts are remote, colibri_step returns COLIBRI_NEEDS_REMOTE: the caller packs their mini-batches
+ * (colibri_remote_pack), sends them away, lets the experts that are computed here be done meanwhile (colibri_step_local, optional), puts the outputs
+ * (colibri_remote_put) or has them computed here after all (colibri_remote_compute), and goes on (colibri_step_resume), which may return
+ * COLIBRI_NEEDS_REMOTE again. The batch must stay valid until the step has ended. The outputs are not weighted and are added here, in ascending order of the
+ * experts, so that the bits are those of a step without remote experts. All of this on the session's one thread. */
+
+/* Says which experts are computed elsewhere: remote [layers, experts], 1 for those; NULL: none. Between steps. COLIBRI_ESTATE without split_down. */
+COLIBRI_API int colibri_session_remote(colibri_session *session, const uint8_t *remote, colibri_error *err);
+
+typedef struct colibri_remote {
+  int32_t layer, n_rows;         /* where the step stands; rows of the step */
+  int32_t n_experts;
+  int32_t weighs_input;          /* 1: pairs' weights multiply what experts read, so they must travel along */
+  const int32_t *experts, *rows; /* [n_experts] remote experts that have rows, ascending, and how many each; valid until the step goes on */
+} colibri_remote;
+
+/* What a step wants. COLIBRI_ESTATE if none waits. */
+COLIBRI_API int colibri_remote_state(const colibri_session *session, colibri_remote *out);
+/* Bytes of a prepared row of a layer: what its experts read (docs/container.md). 0 if there is no such layer. Any thread. */
+COLIBRI_API int64_t colibri_prepared_bytes(const colibri_session *session, int32_t layer);
+/* The mini-batches of n experts: their distinct prepared rows into rows, *n_rows of them (at most the step's, at most one a pair), and for each pair, expert
+ * by expert, the index of its row. weights: the pairs' weights, for models that apply them to what an expert reads; NULL: not wanted.
+ * COLIBRI_ESTATE; COLIBRI_EINVAL for an expert that is not wanted. */
+COLIBRI_API int colibri_remote_pack(colibri_session *session, const int32_t *experts, int32_t n, void *rows, int32_t *row_of_pair, float *weights,
+                                    int32_t *n_rows, colibri_error *err);
+/* Takes the outputs of n experts: out [pairs, hidden], pairs as colibri_remote_pack numbers them, `bytes` in all. A pair whose output begins with NaN makes its
+ * row bad. COLIBRI_ESTATE, COLIBRI_EINVAL. */
+COLIBRI_API int colibri_remote_put(colibri_session *session, const int32_t *experts, int32_t n, const float *out, uint64_t bytes, colibri_error *err);
+/* Computes n experts here after all. COLIBRI_ESTATE, COLIBRI_EINVAL. */
+COLIBRI_API int colibri_remote_compute(colibri_session *session, const int32_t *experts, int32_t n, colibri_error *err);
+/* Computes the layer's experts that are not remote. COLIBRI_ESTATE if that has been done. */
+COLIBRI_API int colibri_step_local(colibri_session *session, colibri_error *err);
+/* Goes on; results, seq_status and stats as for colibri_step. COLIBRI_ESTATE while outputs are missing: the step waits still. */
+COLIBRI_API int colibri_step_resume(colibri_session *session, colibri_row_result *results, int32_t *seq_status, colibri_step_stats *stats, colibri_error *err);
+/* Ends a step that waits, as if it had failed. Does nothing if none does. */
+COLIBRI_API void colibri_step_abandon(colibri_session *session);
+
+enum colibri_rows_kind { COLIBRI_ROWS_PREPARED = 0, COLIBRI_ROWS_F32 = 1, COLIBRI_ROWS_BF16 = 2 };
+
+/* Mini-batches of one layer, for another's step. */
+typedef struct colibri_expert_work {
+  int32_t layer, kind;           /* enum colibri_rows_kind */
+  int32_t n_experts, n_rows;     /* n_rows at most the session's max_rows, pairs at most max_rows * top_k */
+  const int32_t *experts, *counts; /* [n_experts] ascending; pairs of each */
+  const void *rows;              /* [n_rows] prepared, or [n_rows, hidden]: what the experts read, so already normed */
+  uint64_t rows_bytes;
+  const int32_t *row_of_pair;    /* [sum counts] */
+  const float *weights;          /* [sum counts], for models that apply them to what an expert reads; NULL: 1 */
+} colibri_expert_work;
+
+/* Runs experts by themselves, on the session's lanes: out [sum counts, hidden], not weighted. Pairs of a row with a NaN or infinity are all NaN.
+ * COLIBRI_ESTATE without split_down or while a step waits; COLIBRI_EINVAL, COLIBRI_ENOLANES. */
+COLIBRI_API int colibri_experts_run(colibri_session *session, const colibri_expert_work *work, float *out, colibri_error *err);
+/* Routes rows [n, hidden], normed, by a layer's router: ids, weights [n, top_k] by descending gate score; bad [n]: 1 for a row with a NaN or infinity, whose
+ * ids are 0.. and whose weights are 0. n at most max_rows. The session's one thread, between steps.
+ * COLIBRI_EINVAL; COLIBRI_EUNSUPPORTED where the router reads the residual. */
+COLIBRI_API int colibri_route_rows(colibri_session *session, int32_t layer, const float *x, int32_t n, int32_t *ids, float *weights, uint8_t *bad,
+                                   colibri_error *err);
+
 /* Logits of the last step, [sum n_logits, vocab] f32, row stride `vocab`; valid until the next step. */
 COLIBRI_API const float *colibri_session_logits(const colibri_session *session);
 /* Copies the last step's routes (trace_routes): experts and weights [router_layers, rows, top_k], a row's experts by descending undamped score, ties to the

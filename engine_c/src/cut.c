@@ -116,6 +116,12 @@ typedef struct expert_phase {
   int64_t want, total;   /* pieces; work, of which each expert's is 8 + rows */
 } expert_phase;
 
+/* 1 if an expert has rows in the phase being cut. */
+static int at_work(const colibri_session *s, int e) {
+  const int32_t *first = s->env.arena.expert_first;
+  return first[e + 1] > first[e] && !s->skip[e];
+}
+
 static int bits(uint64_t word) { return __builtin_popcountll(word); }
 
 /* The index of a node among the model's, -1 if it is not one. */
@@ -171,17 +177,17 @@ static int cut_experts(colibri_session *s, int layer, const colibri_matrix *(*ma
   int experts = s->model->info.experts, active = 0, t = 0;
   expert_phase p = {.width = width, .want = 2 * colibri_lanes_of(s)};
   for (int e = 0; e < experts; e++) {
-    if (first[e + 1] == first[e]) continue;
+    if (!at_work(s, e)) continue;
     active++;
+    p.total += 8 + first[e + 1] - first[e];
     s->copies[e] = colibri_model_copies(s->model, layer, e); /* once: it may change at any time */
     p.replicated |= bits(s->copies[e]) > 1;
   }
-  p.total = 8 * (int64_t)active + first[experts];
   p.fits = p.want + (int64_t)active * s->model->n_nodes <= COLIBRI_MAX_TASKS;
   if (p.replicated) clear_nodes(s);
   for (int late = 0; late <= p.replicated; late++)
     for (int e = 0; e < experts; e++)
-      if (first[e + 1] > first[e] && (bits(s->copies[e]) > 1) == late) t = put_expert(s, &p, e, matrix(&s->model->layers[layer].experts[e]), t);
+      if (at_work(s, e) && (bits(s->copies[e]) > 1) == late) t = put_expert(s, &p, e, matrix(&s->model->layers[layer].experts[e]), t);
   return t;
 }
 

@@ -98,6 +98,7 @@ static int alloc_routing(colibri_session *s, colibri_error *err) {
   int lacks = colibri_damper_open(&s->damper, i->experts, i->top_k, i->router_layers, s->options.max_rows, s->options.max_seqs, s->options.max_slots);
   lacks |= colibri_counts_open(&s->counts, i->layers, i->experts, s->options.max_slots);
   lacks |= s->options.trace_routes && !s->route_margins;
+  lacks |= colibri_remote_open(s);
   if (lacks || !s->route_ids || !s->route_weights || !s->route_bad || !s->scores || !s->changed || !s->slot_step || !s->expert_at || !s->copies || !s->processes)
     return colibri_fail(err, COLIBRI_ENOMEM, "no memory for the session's routing tables");
   for (int l = 0; l < s->options.max_lanes; l++) s->processes[l].pidfd = -1;
@@ -149,6 +150,7 @@ void colibri_session_close(colibri_session *s) {
     if (s->processes[l].pidfd >= 0) close(s->processes[l].pidfd);
   free(s->processes);
   colibri_counts_close(&s->counts);
+  colibri_remote_close(s);
   colibri_damper_close(&s->damper);
   free(s->slot_step);
   free(s->changed);

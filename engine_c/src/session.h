@@ -46,6 +46,24 @@ struct colibri_session {
   int damped, margins;       /* some sequence of the step is damped; wants margins */
   colibri_damper damper;
   colibri_counts counts;
+  /* a step that is done in part elsewhere (remote.c) */
+  uint8_t *remote;           /* [layers][experts] 1: computed elsewhere */
+  int has_remote;
+  uint8_t *skip;             /* [experts] 1: not in the phase being cut; all 0 but while remote.c works */
+  int32_t *wanted, *wanted_rows; /* [experts] remote experts that have rows in the layer the step stands in, ascending, and how many */
+  uint8_t *missing;          /* [experts] those whose outputs are not there yet */
+  int n_wanted;
+  int32_t *row_numbers;      /* [max_rows] of rows being packed */
+  const colibri_batch *batch; /* of the running step */
+  int layer, router_layer;   /* where it is */
+  int stage;                 /* enum colibri_stage */
+  uint64_t began, left_at;   /* when the step began; when it was last handed out */
+};
+
+enum colibri_stage {
+  COLIBRI_STAGE_IDLE = 0,
+  COLIBRI_STAGE_ROUTED = 1,  /* handed out: nothing of the layer's experts is done */
+  COLIBRI_STAGE_LOCAL = 2    /* handed out: the experts that are computed here are done */
 };
 
 /* Looks whether processes of active lanes have ended; their lanes get a new epoch. Returns how many were found dead. */
@@ -59,6 +77,18 @@ int colibri_worker_attach_session(colibri_session *session, colibri_worker **out
 
 /* Ends an operation of the step: what has passed since the one before is its time. Returns the time now. */
 uint64_t colibri_op_end(colibri_session *s, int op);
+/* Makes every READY lane part of what is run next. COLIBRI_ENOLANES if there is none, nor one of the front end's. */
+int colibri_session_gather(colibri_session *s, colibri_error *err);
+/* Packs each expert's rows into a mini-batch: expert_first, pair_row, pair_weight (row_pairs) of the arena. ids, weights [n_rows, top_k]. */
+void colibri_session_dispatch(colibri_session *s, int layer, const int32_t *ids, const float *weights, int rerouted);
+/* The experts' phases, without those in skip[]. */
+void colibri_session_experts(colibri_session *s, int layer);
+/* Sets up wanted[] and missing[] of a layer that has been routed. Returns how many experts are wanted from elsewhere. */
+int colibri_remote_find(colibri_session *s, int layer);
+/* Memory of remote.c. Nonzero if there is none. */
+int colibri_remote_open(colibri_session *s);
+void colibri_remote_close(colibri_session *s);
+
 /* Publishes a phase of the tasks already written to team->tasks, works on it and waits until all are done. */
 void colibri_phase_run(colibri_session *s, int op, int layer, int n_tasks, int fused_kv);
 

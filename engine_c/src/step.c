@@ -212,7 +212,7 @@ static void insert_pair(int32_t *pairs, int n, int32_t pair) {
 }
 
 /* Packs each expert's tokens into a mini-batch: pairs in expert order, rows ascending. */
-static void dispatch(colibri_session *s, int layer, const int32_t *ids, const float *weights, int rerouted) {
+void colibri_session_dispatch(colibri_session *s, int layer, const int32_t *ids, const float *weights, int rerouted) {
   const colibri_arena *a = &s->env.arena;
   int experts = s->model->info.experts, k = s->model->info.top_k;
   int64_t n = (int64_t)s->n_rows * k;
@@ -283,14 +283,15 @@ static void route(colibri_session *s, const colibri_batch *b, int layer, int *ro
   } else {
     for (int row = 0; row < s->n_rows; row++) ids[row] = 0, weights[row] = 1.0f;
   }
-  dispatch(s, layer, ids, weights, rerouted);
+  colibri_session_dispatch(s, layer, ids, weights, rerouted);
   if (s->options.max_slots) colibri_counts_runs(&s->counts, b, layer, ids, i->top_k);
   s->stats.serial_ns += colibri_op_end(s, COLIBRI_OP_ROUTE) - t;
 }
 
 /* ---------------------------------------------------------------- the layer loop */
 
-static void run_layer(colibri_session *s, const colibri_batch *b, int layer, int *router_layer) {
+/* Attention, and where the rows go next. */
+static void run_to_experts(colibri_session *s, int layer) {
   const colibri_layer *l = &s->model->layers[layer];
   int rows = s->n_rows;
   run_rows(s, COLIBRI_OP_PREPARE_ATTENTION, layer, rows);
@@ -299,9 +300,17 @@ static void run_layer(colibri_session *s, const colibri_batch *b, int layer, int
   run_rows(s, COLIBRI_OP_PREPARE_O, layer, rows);
   colibri_phase_run(s, COLIBRI_OP_O, layer, colibri_cut_matrix(s, &l->o, rows), 0);
   run_rows(s, COLIBRI_OP_PREPARE_MOE, layer, rows);
-  route(s, b, layer, router_layer);
-  colibri_phase_run(s, COLIBRI_OP_GATE_UP, layer, colibri_cut_gate_up(s, layer), 0);
+  route(s, s->batch, layer, &s->router_layer);
+}
+
+void colibri_session_experts(colibri_session *s, int layer) {
+  int tasks = colibri_cut_gate_up(s, layer);
+  if (!tasks) return; /* all are in skip[] */
+  colibri_phase_run(s, COLIBRI_OP_GATE_UP, layer, tasks, 0);
   colibri_phase_run(s, COLIBRI_OP_DOWN, layer, colibri_cut_down(s, layer), 0);
+}
+
+static void combine(colibri_session *s, int layer) {
   if (s->options.split_down) colibri_phase_run(s, COLIBRI_OP_COMBINE, layer, colibri_cut_combine(s), 0);
 }
 
@@ -332,30 +341,91 @@ static void give_results(const colibri_session *s, colibri_row_result *results, 
   }
 }
 
-static int run_step(colibri_session *s, const colibri_batch *batch, colibri_row_result *results, int32_t *seq_status, colibri_error *err) {
-  uint64_t begin = colibri_now_ns();
-  int router_layer = 0, rc = check_batch(s, batch, err);
-  if (rc) return rc;
+int colibri_session_gather(colibri_session *s, colibri_error *err) {
   memset(&s->stats, 0, sizeof s->stats);
   gather_lanes(s);
   s->stats.lanes = (uint32_t)(s->n_active + s->options.front_lane);
-  if (!s->stats.lanes) return colibri_fail(err, COLIBRI_ENOLANES, "no worker is ready and the front end has no lane of its own; start workers");
+  if (s->stats.lanes) return COLIBRI_OK;
+  return colibri_fail(err, COLIBRI_ENOLANES, "no worker is ready and the front end has no lane of its own; start workers");
+}
+
+static int begin_step(colibri_session *s, const colibri_batch *batch, colibri_error *err) {
+  s->began = colibri_now_ns();
+  if (s->stage != COLIBRI_STAGE_IDLE) return colibri_fail(err, COLIBRI_ESTATE, "a step is under way: resume it or abandon it first");
+  int rc = check_batch(s, batch, err);
+  if (!rc) rc = colibri_session_gather(s, err);
+  if (rc) return rc;
   take_batch(s, batch);
   fill_rotary(s);
+  s->batch = batch;
+  s->layer = s->router_layer = 0;
   s->op_began = colibri_now_ns();
-  for (int layer = 0; layer < s->model->info.layers; layer++) run_layer(s, batch, layer, &router_layer);
+  return COLIBRI_OK;
+}
+
+/* From s->layer on: to the end, or to where something is wanted from elsewhere. */
+static int run_on(colibri_session *s, colibri_row_result *results, int32_t *seq_status) {
+  for (; s->layer < s->model->info.layers; s->layer++) {
+    run_to_experts(s, s->layer);
+    if (s->has_remote && colibri_remote_find(s, s->layer)) {
+      s->stage = COLIBRI_STAGE_ROUTED;
+      s->stats.remote_layers++;
+      s->left_at = colibri_now_ns();
+      return COLIBRI_NEEDS_REMOTE;
+    }
+    colibri_session_experts(s, s->layer);
+    combine(s, s->layer);
+  }
   run_head(s);
   give_results(s, results, seq_status);
   if (s->model->n_nodes > 1) add_homes(s, 1);
-  s->stats.step_ns = colibri_now_ns() - begin;
+  s->stats.step_ns = colibri_now_ns() - s->began;
   return COLIBRI_OK;
+}
+
+/* The time since the step was handed out is nobody's operation. */
+static void take_back(colibri_session *s) {
+  s->op_began = colibri_now_ns();
+  s->stats.remote_ns += s->op_began - s->left_at;
 }
 
 int colibri_step(colibri_session *s, const colibri_batch *batch, colibri_row_result *results, int32_t *seq_status, colibri_step_stats *stats,
                  colibri_error *err) {
   colibri_guard_enter();
-  int rc = run_step(s, batch, results, seq_status, err);
+  int rc = begin_step(s, batch, err);
+  if (!rc) rc = run_on(s, results, seq_status);
   colibri_guard_leave();
   if (!rc && stats) *stats = s->stats;
   return rc;
 }
+
+int colibri_step_local(colibri_session *s, colibri_error *err) {
+  if (s->stage != COLIBRI_STAGE_ROUTED) return colibri_fail(err, COLIBRI_ESTATE, "no step waits for experts computed here");
+  colibri_guard_enter();
+  take_back(s);
+  for (int i = 0; i < s->n_wanted; i++) s->skip[s->wanted[i]] = 1;
+  colibri_session_experts(s, s->layer);
+  for (int i = 0; i < s->n_wanted; i++) s->skip[s->wanted[i]] = 0;
+  s->stage = COLIBRI_STAGE_LOCAL;
+  s->left_at = colibri_now_ns();
+  colibri_guard_leave();
+  return COLIBRI_OK;
+}
+
+int colibri_step_resume(colibri_session *s, colibri_row_result *results, int32_t *seq_status, colibri_step_stats *stats, colibri_error *err) {
+  if (s->stage == COLIBRI_STAGE_IDLE) return colibri_fail(err, COLIBRI_ESTATE, "no step is under way");
+  for (int i = 0; i < s->n_wanted; i++)
+    if (s->missing[s->wanted[i]]) return colibri_fail(err, COLIBRI_ESTATE, "layer %d: the outputs of expert %d are missing", s->layer, s->wanted[i]);
+  int rc = s->stage == COLIBRI_STAGE_ROUTED ? colibri_step_local(s, err) : COLIBRI_OK;
+  if (rc) return rc;
+  colibri_guard_enter();
+  take_back(s);
+  s->stage = COLIBRI_STAGE_IDLE;
+  combine(s, s->layer++);
+  rc = run_on(s, results, seq_status);
+  colibri_guard_leave();
+  if (!rc && stats) *stats = s->stats;
+  return rc;
+}
+
+void colibri_step_abandon(colibri_session *s) { s->stage = COLIBRI_STAGE_IDLE; }
