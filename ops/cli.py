@@ -23,7 +23,6 @@ from ops.commands import (
     logits,
     models_admin,
     node,
-    node,
     ray,
     rebalance,
     record,

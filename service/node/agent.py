@@ -54,7 +54,9 @@ class Agent:
         asked = time.perf_counter_ns()
         with self._computing:
             begun = time.perf_counter_ns()
-            outputs = self.team.session.run_experts(work.batch, kind=work.kind)
+            session, top_k = self.team.session, self.team.model.info.top_k
+            pieces = work.pieces(self.config.max_rows, top_k)
+            outputs = b"".join([session.run_experts(piece, kind=work.kind) for piece in pieces])
             self._count(work)
             answer = work.combine(outputs, self.team.model.info.hidden)
             return answer, time.perf_counter_ns() - begun, begun - asked

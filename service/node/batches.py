@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
@@ -34,6 +35,28 @@ class Work:
     kind: Kind
     rows: npt.NDArray[np.int32]
     weights: npt.NDArray[np.float32] | None
+
+    def pieces(self, max_rows: int, top_k: int) -> Iterator[ExpertBatch]:
+        """The batch, in parts that a session of max_rows takes, in the order of its pairs."""
+        if self.batch.n_rows <= max_rows and len(self.rows) <= max_rows * top_k:
+            yield self.batch
+            return
+        data = np.frombuffer(self.batch.rows, np.uint8).reshape(self.batch.n_rows, -1)
+        weights = np.frombuffer(self.batch.weights, np.float32)
+        experts = np.repeat(self.batch.experts, self.batch.counts)
+        for begin in range(0, len(self.rows), max_rows):
+            here = slice(begin, begin + max_rows)
+            distinct, numbers = np.unique(self.rows[here], return_inverse=True)
+            names, counts = np.unique(experts[here], return_counts=True)
+            yield ExpertBatch(
+                layer=self.batch.layer,
+                experts=tuple(names.tolist()),
+                counts=tuple(counts.tolist()),
+                rows=data[distinct].tobytes(),
+                n_rows=len(distinct),
+                row_of_pair=numbers.astype(np.int32).tobytes(),
+                weights=weights[here].tobytes(),
+            )
 
     def combine(self, outputs: bytes, hidden: int) -> bytes:
         """Each row's outputs times their weights, added up in ascending order of experts."""
@@ -98,6 +121,8 @@ def _check_rows(message: pb.ExpertBatch, info: ModelInfo, *, prepared: bool) -> 
     if size and len(message.data) != message.rows * info.hidden * size:
         wanted = f"{message.rows} rows of {info.hidden} elements take {message.rows * info.hidden * size}"
         raise BatchError(f"data: its length is {len(message.data)} bytes, {wanted}")
+    if len(message.data) == 0 or len(message.data) % message.rows:
+        raise BatchError(f"data: its length is {len(message.data)} bytes, which {message.rows} rows do not divide")
     return kind
 
 

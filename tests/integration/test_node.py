@@ -90,7 +90,7 @@ def computed_here(path: Path) -> tuple[bytes, int]:
     with Model.open(path) as model, Session(model, SessionOptions(max_seqs=1, max_logit_rows=1, kv_blocks=1, split_down=1)) as session:
         hidden = model.info.hidden
         work = ExpertBatch(LAYER, EXPERTS, COUNTS, rows_of(hidden).tobytes(), ROWS, PAIRS.tobytes(), b"")
-        return session.run_experts(work, kind="f32"), hidden
+        return bytes(session.run_experts(work, kind="f32")), hidden
 
 
 def test_it_says_what_it_is_and_holds(node: Node) -> None:
@@ -165,6 +165,18 @@ def test_a_share_given_by_flag_is_not_assigned(node: Node) -> None:
         node_pb2_grpc.NodeStub(node.channel).Assign(node_pb2.AssignRequest(), timeout=PATIENCE)
     assert refusal.value.code() == grpc.StatusCode.FAILED_PRECONDITION
     assert "share 1/2" in refusal.value.details()
+
+
+def test_a_batch_longer_than_the_session_is_computed_in_parts(tiny_model: Path, node: Node) -> None:
+    hidden, long = node.describe().hidden, 1300
+    rows = np.random.default_rng(8).standard_normal((long, hidden), np.float32)
+    numbers = np.concatenate([np.arange(long), np.arange(0, long, 2)]).astype(np.int32)
+    asked = batch(hidden, experts=(1, 3), counts=(long, long // 2), rows=long, data=rows.tobytes(), row_of_pair=numbers.tobytes())
+    _, answer = node.execute(opening(), asked)
+    options = SessionOptions(max_rows=2048, max_seqs=1, max_logit_rows=1, kv_blocks=1, split_down=1)
+    with Model.open(tiny_model) as model, Session(model, options) as session:
+        whole = ExpertBatch(LAYER, (1, 3), (long, long // 2), rows.tobytes(), long, numbers.tobytes(), b"")
+        assert answer.result.data == bytes(session.run_experts(whole, kind="f32"))
 
 
 def test_an_assignable_node_holds_what_it_is_told(tiny_model: Path, tmp_path: Path) -> None:
