@@ -57,6 +57,7 @@ class Artifact:
     tokenizer: bytes | None = None
     chat_template: str | None = None
     routed_layers: tuple[int, ...] = ()  # numbers of the layers that have a router, ascending
+    weighs_input: bool = False  # routers' weights multiply what experts read, not what they give
 
 
 def read_artifact(path: str | os.PathLike[str]) -> Artifact:
@@ -98,6 +99,7 @@ def _read(path: Path, file: BinaryIO) -> Artifact:
         tokenizer=_read_blob(path, file, blobs, "tokenizer.json"),
         chat_template=None if template is None else template.decode(),
         routed_layers=_read_routed_layers(descriptor.get("tensors", ())),
+        weighs_input=(descriptor.get("router") or {}).get("apply_at") == "input",
     )
 
 

@@ -73,6 +73,7 @@ class ServeConfig:
     nodes_redeal_s: float = 10.0  # seconds that a node which vanished may take to come back to its share
     nodes_balance: Rebalance = "off"  # "auto": experts move between those nodes as the load asks for, at rebalance_interval
 
+    experts_api: bool = False  # callers may have experts by themselves (Experts.Forward); steps keep experts' outputs apart for it
     smt: bool = False  # lanes for SMT siblings too: they share a core's units, which is seldom faster
     workers_per_node: int | None = None  # worker processes; 0: compute in this process; None: planned
     threads_per_worker: int | None = None  # lanes of a worker; None: planned

@@ -1,4 +1,4 @@
-"""The handlers of colibri.v1.Experts: where a text's tokens go."""
+"""The handlers of colibri.v1.Experts: where a text's tokens go, and a layer's experts by themselves."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from functools import partial
 
 from colibri.v1 import experts_pb2 as pb, experts_pb2_grpc, inference_pb2
-from engine_c import GREEDY, Routes
+from engine_c import GREEDY, EngineError, Routes
 from service.calls import Call, Calls, Context, aside, deadline, read_prompt
-from service.faults import InvalidField, shown
+from service.experts_forward import PIECE_ROWS, Block, forward_response, read_hidden, run_block
+from service.faults import EngineFault, InvalidField, WorkersLost, shown
 from service.hosted import Hosted
 from service.messages import timings
 from service.models import ModelHost
@@ -56,6 +57,28 @@ class ExpertsServicer(experts_pb2_grpc.ExpertsServicer):
         hosted.metrics.count_tokens(prompt=len(request.prompt), generated=0)
         tell = partial(route_response, request, chunks, layers=layers, model=model, now=time.monotonic())
         return await aside(len(request.prompt) * len(layers), tell)
+
+    async def Forward(self, request: pb.ForwardRequest, context: Context) -> pb.ForwardResponse:
+        """One layer's block of experts on the caller's rows."""
+        return await self._calls.answer(context, request.model, lambda _, hosted: self._forward(request, hosted))
+
+    async def _forward(self, message: pb.ForwardRequest, hosted: Hosted) -> pb.ForwardResponse:
+        model, session = hosted.model, hosted.team.session
+        if not session.options.split_down:
+            raise InvalidField("model", f"{shown(model.name)} computes no experts by themselves here; serve it with --experts-api")
+        size = message.ByteSize()
+        x = await aside(size, partial(read_hidden, message, model, largest=ANSWER_BYTES - _BESIDE))
+        blocks: list[Block] = []
+        most = min(PIECE_ROWS, session.options.max_rows)
+        for start in range(0, len(x), most):
+            piece = partial(run_block, session, message.layer, x[start : start + most], weighs_input=model.artifact.weighs_input)
+            try:
+                blocks.append(await hosted.engine.between(piece))
+            except EngineError as error:
+                if error.name == "ENOLANES":
+                    raise WorkersLost(ran=False, sentence=str(error)) from error
+                raise EngineFault(f"ENGINE_{error.name}", f"the engine could not run the experts: {error}") from error
+        return await aside(size, partial(forward_response, message, model, blocks))
 
 
 def read_layers(wanted: Sequence[int], model: ServedModel) -> tuple[int, ...]:

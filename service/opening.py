@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from engine_c import KV_FORMATS, SessionOptions
 from service.config import ServeConfig
 from workers.automatic import Automatic
+from workers.keeping import Keep
 from workers.slot import SupervisorConfig
 from workers.team import Team, TeamConfig
 
@@ -50,9 +51,11 @@ def team_config(config: ServeConfig) -> TeamConfig:
         hang_ms=config.hang_ms,
         trace_routes=1,
         max_slots=config.max_seqs,
+        split_down=int(config.experts_api or bool(config.nodes)),
     )
     return TeamConfig(
         load_mode=config.load,
+        keep=Keep() if config.nodes and config.nodes_local_experts == "none" else None,
         placement=config.placement,
         smt=config.smt,
         workers_per_node=config.workers_per_node,
