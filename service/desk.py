@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from service.engine import EngineThread
-from service.faults import Draining, Fault, WorkersLost
+from service.faults import Draining, Fault, NodesLost, WorkersLost
 from service.plan import Update
 from service.request import Request
 from service.streams import Stream
@@ -24,6 +24,7 @@ class Desk:
         self._calls = 0
         self.tokens = 0  # generated so far
         self.unable = ""  # why nothing will be computed for long; "": it will
+        self.nodes_lost = False  # whether that is for want of nodes, not of workers
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -61,7 +62,7 @@ class Desk:
     def stream(self, request: Request) -> Iterator[Stream]:
         """Submits a request (or raises the Fault that says why not); whatever ends the block, nothing of it is computed afterwards."""
         if self.unable:
-            raise WorkersLost(ran=False, sentence=self.unable)
+            raise (NodesLost if self.nodes_lost else WorkersLost)(ran=False, sentence=self.unable)
         stream = Stream(request, limit=self._limit, patience=self._patience, on_overflow=self._engine.abort)
         self._engine.submit(request)
         self._streams[request.id] = stream

@@ -19,15 +19,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from operator import add
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from engine_c import EngineError, SeqResult, SeqWork, StepStats
-from service.faults import Draining, EngineFault, Fault, WorkersLost
+from engine_c import EngineError, Remote, RemoteLost, SeqResult, SeqWork, StepStats
+from service.faults import Draining, EngineFault, Fault, NodesLost, WorkersLost
 from service.guests import Guests
 from service.outbox import Outbox
 from service.plan import Plan, SchedulerStats, Update
 from service.request import Request
 from service.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 log = logging.getLogger("colibri.service")
 THREAD_NAME = "colibri-engine"  # as top -H shows it; 15 characters at most
@@ -41,8 +45,21 @@ _Result = TypeVar("_Result")
 class Stepper(Protocol):
     """The part of engine_c.Session that the thread uses."""
 
-    def step(self, work: Sequence[SeqWork], *, tell: int = -1) -> tuple[list[SeqResult], StepStats]:
-        """Runs one batch; EngineError if it could not be done. `tell`: an eventfd to be written to as it begins."""
+    def step(self, work: Sequence[SeqWork], *, tell: int = -1, remote: Remote | None = None) -> tuple[list[SeqResult], StepStats]:
+        """Runs one batch; EngineError if it could not be done. `tell`: an eventfd to be written to as it begins. `remote`: who has the
+        experts computed that set_remote named; its RemoteLost is passed on."""
+        ...
+
+    def set_remote(self, experts: npt.NDArray[np.bool_] | None) -> None:
+        """Which experts [layers, experts] are computed elsewhere."""
+        ...
+
+
+class Elsewhere(Remote, Protocol):
+    """Nodes that compute experts (service.nodes)."""
+
+    def prepare(self, session: Stepper) -> None:
+        """Before each step. RemoteLost if some experts have nobody who computes them."""
         ...
 
 
@@ -82,6 +99,10 @@ class _NoLanes(Exception):
     """Nothing was left that computes for longer than the grace."""
 
 
+class _NoNodes(Exception):
+    """Nobody was left that has some experts for longer than the grace."""
+
+
 class EngineThread:
     """Runs a session from `start` to `stop`. All other methods are for the loop's thread."""
 
@@ -93,13 +114,15 @@ class EngineThread:
         lane_grace: float = 10.0,
         stream_interval: float | None = None,
         settle: Callable[[], object] = lambda: None,
+        elsewhere: Elsewhere | None = None,
     ) -> None:
         """`lane_grace`: seconds to wait when nothing is left that computes; `stream_interval`: as Outbox has it; `settle` is called on the
-        thread before its first step."""
+        thread before its first step; `elsewhere`: nodes that compute experts."""
         self._session = session
         self._scheduler = scheduler
         self._lane_grace = lane_grace
         self._settle = settle
+        self._elsewhere = elsewhere
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)
         self._stopping = False
@@ -281,9 +304,9 @@ class EngineThread:
         self.progress.busy_since = time.monotonic()
         try:
             results, stats = self._step_with_lanes(plan)
-        except _NoLanes as gone:
-            sentence = str(gone)
-            return self._failed(plan, lambda request: WorkersLost(ran=request.ran, sentence=sentence))
+        except (_NoLanes, _NoNodes) as gone:
+            kind, sentence = WorkersLost if isinstance(gone, _NoLanes) else NodesLost, str(gone)
+            return self._failed(plan, lambda request: kind(ran=request.ran, sentence=sentence))
         except Exception as error:
             log.exception("a step of %d rows failed", plan.rows)
             fault = _engine_fault(error)
@@ -297,26 +320,38 @@ class EngineThread:
             return self._scheduler.complete(plan, results, now=now)
 
     def _step_with_lanes(self, plan: Plan) -> tuple[list[SeqResult], StepStats]:
-        """A step is a transaction: when nothing is left that computes it is tried again until a worker is back or time is up.
+        """A step is a transaction: when nothing is left that computes it is tried again until a worker or node is back or time is up.
 
         The time counts from when the lanes went, not anew for every step: who waits in the queue does not wait one grace after the other.
         """
         tell = self._prepare_mail(plan)
         while True:
             try:
-                result = self._session.step(plan.work, tell=tell)
+                result = self._try_step(plan, tell)
                 self.progress.lanes_gone = False
                 return result
             except EngineError as error:
                 if error.name != "ENOLANES":
                     raise
-                self._post(self._outbox.take_all())
-                self.progress.lanes_gone = True
-                gone = self._gone_for(time.monotonic())
-                with self._wake:
-                    if self._stopping or gone >= self._lane_grace:
-                        raise _NoLanes(str(error)) from error
-                    self._wake.wait(_LANE_POLL)
+                self._wait_for_help(_NoLanes(str(error)))
+            except RemoteLost as lost:
+                self._wait_for_help(_NoNodes(str(lost)))
+
+    def _try_step(self, plan: Plan, tell: int) -> tuple[list[SeqResult], StepStats]:
+        if self._elsewhere is None:
+            return self._session.step(plan.work, tell=tell)
+        self._elsewhere.prepare(self._session)
+        return self._session.step(plan.work, tell=tell, remote=self._elsewhere)
+
+    def _wait_for_help(self, gone: _NoLanes | _NoNodes) -> None:
+        """Until the next try; raises `gone` when time is up."""
+        self._post(self._outbox.take_all())
+        self.progress.lanes_gone = True
+        seconds = self._gone_for(time.monotonic())
+        with self._wake:
+            if self._stopping or seconds >= self._lane_grace:
+                raise gone
+            self._wake.wait(_LANE_POLL)
 
     def _gone_for(self, now: float) -> float:
         """Seconds that steps have found no lane, as far as that was seen without a break."""

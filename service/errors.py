@@ -87,10 +87,10 @@ def _draining(fault: faults.Draining) -> Refusal:
     return Refusal("UNAVAILABLE", str(fault), [_retry(_UNAVAILABLE_RETRY), _info("DRAINING")])
 
 
-def _broken_off(reason: str) -> Callable[[faults.ShutDown | faults.WorkersLost], Refusal]:
+def _broken_off(reason: str) -> Callable[[faults.ShutDown | faults.WorkersLost | faults.NodesLost], Refusal]:
     """UNAVAILABLE invites a client to send the request again, so it is said only if nothing of it ran."""
 
-    def make(fault: faults.ShutDown | faults.WorkersLost) -> Refusal:
+    def make(fault: faults.ShutDown | faults.WorkersLost | faults.NodesLost) -> Refusal:
         if fault.ran:
             return Refusal("ABORTED", str(fault), [_info(reason)])
         return Refusal("UNAVAILABLE", str(fault), [_retry(_UNAVAILABLE_RETRY), _info(reason)])
@@ -117,6 +117,7 @@ _MAKERS: dict[type[faults.Fault], Callable[..., Refusal]] = {
     faults.Draining: _draining,
     faults.ShutDown: _broken_off("SHUTDOWN"),
     faults.WorkersLost: _broken_off("WORKER_LOST"),
+    faults.NodesLost: _broken_off("NODES_LOST"),
     faults.EngineFault: _engine,
     faults.OperatorFault: _operator,
 }

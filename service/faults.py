@@ -97,6 +97,14 @@ class WorkersLost(Fault):
         self.ran = ran
 
 
+class NodesLost(Fault):
+    """No node is left that holds some experts, and none came back in time."""
+
+    def __init__(self, *, ran: bool, sentence: str) -> None:
+        super().__init__(f"the nodes that compute are not there ({sentence}); try again")
+        self.ran = ran
+
+
 class ClientTooSlow(Fault):
     """The client stopped reading and what it has not read reached the limit."""
 

@@ -16,12 +16,13 @@ from colibri.v1 import inference_pb2 as pb
 from engine_c import KV_BLOCK, LANE_ACTIVE, LANE_READY, Damping
 from service.artifact import Artifact
 from service.blocks import BlockPool
-from service.config import ServeConfig
+from service.config import ConfigError, ServeConfig
 from service.desk import Desk
 from service.engine import EngineThread
 from service.health import can_serve
 from service.load_watch import LoadWatch
 from service.metrics import Metrics, Snapshot
+from service.nodes.nodes import Nodes, open_nodes
 from service.plan import Limits
 from service.routing import policy_message
 from service.scheduler import Scheduler
@@ -56,8 +57,9 @@ TRANSITIONS: dict[ModelState, frozenset[ModelState]] = {
 class Hosted:
     """One loaded model. Its engine runs; whether it is the default is its host's business."""
 
-    def __init__(self, config: ServeConfig, team: Team, model: ServedModel, metrics: Metrics) -> None:
+    def __init__(self, config: ServeConfig, team: Team, model: ServedModel, metrics: Metrics, nodes: Nodes | None) -> None:
         self.config = config
+        self.nodes = nodes
         self.team = team
         self.model = model
         self.metrics = metrics.model(model.name)
@@ -67,6 +69,7 @@ class Hosted:
             lane_grace=config.lane_grace,
             stream_interval=None if config.stream_interval_ms is None else config.stream_interval_ms / 1000,
             settle=team.settle,
+            elsewhere=None if nodes is None else nodes.remote,
         )
         self.desk = Desk(self.engine, stream_limit=config.stream_buffer_tokens, stream_patience=config.stream_patience)
         self.loads = LoadWatch(team)
@@ -98,7 +101,14 @@ class Hosted:
             kv_tokens=team.session.options.kv_blocks * KV_BLOCK,
             default_max_tokens=config.default_max_tokens,
         )
-        hosted = cls(config, team, model, metrics)
+        nodes = None
+        if config.nodes:
+            try:
+                nodes = await asyncio.to_thread(open_nodes, config, artifact, team.model.info)
+            except ConfigError:
+                await asyncio.to_thread(team.close)
+                raise
+        hosted = cls(config, team, model, metrics, nodes)
         hosted.engine.start(asyncio.get_running_loop(), hosted.desk.deliver)
         hosted.move(ModelState.READY)
         return hosted
@@ -162,6 +172,8 @@ class Hosted:
             log.critical("the engine of %s is stuck in a step; ending the process with everything still open", self.name)
             os._exit(1)
         self.metrics.forget()
+        if self.nodes is not None:
+            await asyncio.to_thread(self.nodes.close)
         await asyncio.to_thread(self.team.close)
 
     async def stop_moving(self) -> None:
@@ -172,12 +184,15 @@ class Hosted:
 
     def look(self, now: float) -> bool:
         """Whether a request sent now would be computed. If none would be for long, the desk refuses new ones from here on."""
-        computes = self._anyone_computes()
+        missing = "" if self.nodes is None else self.nodes.remote.missing
+        computes = self._anyone_computes() and not missing
+        self.desk.nodes_lost = bool(missing)
         if computes:
             self._gone_since, self.desk.unable = None, ""
         else:
             self._gone_since = self._gone_since or now
-            self.desk.unable = self._why_unable(now - self._gone_since)
+            gone = now - self._gone_since
+            self.desk.unable = self._why_unable(gone) if not missing else missing if gone >= min(_PATIENCE, self.config.lane_grace) else ""
         return can_serve(self.engine.progress, now=now, stall_after=self.config.stall_after, anyone_computes=computes)
 
     async def look_at_experts(self) -> None:
@@ -189,7 +204,7 @@ class Hosted:
         """What the metrics tell. Any thread."""
         scheduler, totals = self.engine.stats()
         workers = self.team.supervisor.snapshot()
-        return Snapshot(scheduler, totals, workers.ready, workers.wanted, workers.restarts, self.loads)
+        return Snapshot(scheduler, totals, workers.ready, workers.wanted, workers.restarts, self.loads, self.nodes)
 
     def _anyone_computes(self) -> bool:
         session = self.team.session

@@ -16,6 +16,8 @@ from service.engine import EngineTotals
 from service.exposition import serve_page
 from service.load_metrics import load_families
 from service.load_watch import LoadWatch
+from service.nodes.metrics import node_families
+from service.nodes.nodes import Nodes
 from service.plan import SchedulerStats
 from service.tally import Tallies
 
@@ -33,6 +35,7 @@ class Snapshot:
     workers_wanted: int
     worker_restarts: int
     loads: LoadWatch
+    nodes: Nodes | None = None
 
 
 class Metrics:
@@ -141,6 +144,7 @@ class _EngineCollector(Collector):
         snapshots = self._snapshots()
         yield from _families(GaugeMetricFamily, {model: _gauges(snapshot) for model, snapshot in snapshots.items()})
         yield from load_families({model: snapshot.loads for model, snapshot in snapshots.items()}, experts=self._experts)
+        yield from node_families({model: snapshot.nodes for model, snapshot in snapshots.items() if snapshot.nodes is not None})
         text = "Time in each operation's phases, by the front end's clock."
         operations = CounterMetricFamily("colibri_operation_seconds", text, labels=["model_name", "operation"])
         for model, snapshot in snapshots.items():

@@ -34,6 +34,7 @@ DEFAULT = "default"  # stands for the default model, as the empty name does, unl
 _FAREWELL = 1.0  # seconds for the statuses of broken-off calls to reach their callers
 _READY_WITHIN = 5.0  # seconds for the engine that is swapped to to end a step
 _MAX_NAME = 128  # bytes
+_NO_NODES = {"nodes": "", "nodes_cert": "", "nodes_key": "", "nodes_ca": ""}  # they hold the first model only
 _T = TypeVar("_T")
 
 
@@ -244,7 +245,7 @@ class ModelHost:
 
     def _config_for(self, path: Path, name: str, settings: dict[str, object]) -> ServeConfig:
         try:
-            return self._config.with_(model=path, name=name, **settings)
+            return self._config.with_(model=path, name=name, **_NO_NODES, **settings)
         except ConfigError as error:
             field = next((setting for setting in settings if str(error).startswith(setting)), "path")
             raise InvalidField(field, str(error)) from error

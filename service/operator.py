@@ -17,6 +17,7 @@ from service.damping import describe_damping
 from service.faults import Fault, InvalidField, OperatorFault
 from service.hosted import Hosted
 from service.models import ModelHost
+from service.nodes.messages import node_messages
 from service.operator_balance import rebalance
 from service.operator_calls import Context, answer, change, refuse
 from service.operator_fields import load_settings, unload_grace, watch_interval, watch_windows, within
@@ -52,6 +53,9 @@ class OperatorServicer(operator_pb2_grpc.OperatorServicer):
         async def work() -> pb.TopologyResponse:
             response = machine_message(await asyncio.to_thread(read_topology))
             response.placements.extend(await _of_each(self._meant(request.model), placement_message))
+            for hosted in self._meant(request.model):
+                if hosted.nodes is not None:
+                    response.remote_nodes.extend(node_messages(hosted.name, hosted.nodes))
             return response
 
         return await answer(context, work)

@@ -107,9 +107,7 @@ class Flight:
 
     def _sent(self, key: int, experts: Sequence[int], now: float, hedge: float) -> Sent:
         pairs = sum(self.counts[expert] for expert in experts)
-        sent = Sent(
-            next(self.ids), key, tuple(experts), pairs, now, now + self.patience(pairs), now + hedge if hedge > 0 else float("inf")
-        )
+        sent = Sent(next(self.ids), key, tuple(experts), pairs, now, now + self.patience(pairs), now + hedge if hedge > 0 else float("inf"))
         self.open[sent.id] = sent
         return sent
 

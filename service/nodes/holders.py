@@ -55,8 +55,8 @@ class Choice:
 def choose(row: Sequence[Sequence[int]], counts: Mapping[int, int], *, without: Collection[int] = ()) -> Choice:
     """Who computes which experts of a layer: each the holder with the fewest rows so far, ties to the first name.
 
-    row: holders of each expert. counts: rows of each expert that has any. without: keys not to be chosen. Experts with the fewest holders
-    come first, then those with the most rows: they leave the least choice.
+    row: holders of each expert. counts: rows of each expert that has any, ascending. without: keys not to be chosen. Experts with the
+    fewest holders come first, then those with the most rows: they leave the least choice.
     """
     left: list[int] = []
     chosen: dict[int, list[int]] = {}

@@ -18,9 +18,9 @@ class State(Enum):
 
 
 TRANSITIONS: dict[State, frozenset[State]] = {
-    State.CONNECTING: frozenset({State.READY, State.DRAINING, State.LOST, State.REFUSED, State.GONE}),
+    State.CONNECTING: frozenset({State.READY, State.LOST, State.REFUSED, State.GONE}),
     State.READY: frozenset({State.DRAINING, State.LOST, State.GONE}),
-    State.DRAINING: frozenset({State.READY, State.LOST, State.GONE}),
+    State.DRAINING: frozenset({State.LOST, State.GONE}),
     State.LOST: frozenset({State.CONNECTING, State.GONE}),
     State.REFUSED: frozenset({State.CONNECTING, State.GONE}),
     State.GONE: frozenset(),
@@ -67,7 +67,3 @@ class Life:
             return REFUSED_PAUSE
         pause, self._pause = self._pause, min(2 * self._pause, LONGEST_PAUSE)
         return pause
-
-    def settled(self) -> None:
-        """It serves: the next loss is tried again soon."""
-        self._pause = FIRST_PAUSE

@@ -1,10 +1,10 @@
-"""One node: its channel, the stream that its mini-batches go over, and the thread that reads the answers."""
+"""One node: its channel, the stream that its batches go over, and what is asked of it besides. No threads of its own; `read` is for one."""
 
 from __future__ import annotations
 
+import contextlib
 import queue
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import grpc
@@ -12,23 +12,26 @@ import grpc
 from colibri.v1 import experts_pb2 as pb, experts_pb2_grpc, node_pb2, node_pb2_grpc
 
 PROTOCOL = 1
-"""Of the Execute stream; both sides must have the same."""
-_HELLO = 3.0  # seconds for a node to say what it is, or to take the stream
+"""Of Execute with prepared rows; both sides must have the same."""
+HELLO_S = 3.0
+"""Seconds for a node to say what it is, or to take the stream."""
 _ASSIGN = 120.0  # seconds for a node to read a new share
-_OPTIONS = [
-    ("grpc.max_receive_message_length", 1 << 30),
-    ("grpc.max_send_message_length", 1 << 30),
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.max_pings_without_data", 0),
+_MESSAGE_BYTES = 1 << 30  # of a batch or its answer
+_OPTIONS: list[tuple[str, int | str]] = [
+    ("grpc.max_receive_message_length", _MESSAGE_BYTES),
+    ("grpc.max_send_message_length", _MESSAGE_BYTES),
+    # Each attempt makes a channel of its own that really connects anew, at once.
     ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.initial_reconnect_backoff_ms", 200),
-    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.enable_retries", 0),
 ]
 
 
+class Unreachable(Exception):
+    """The node can't be had for now; the sentence says why."""
+
+
 class Refused(Exception):
-    """The node can't be used; the sentence says why."""
+    """The node is there and must not be used; the sentence says why and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,105 +46,125 @@ class Secrets:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a node must agree on."""
+    """What both sides must agree on, and what a node's log calls us."""
 
     front_end: str
     model: str
     digest: str
     version: str
+    isa: str
+
+    def why_not(self, node: node_pb2.NodeDescription) -> str:
+        """Why a node must not compute for us, with the remedy; "" if it may."""
+        if node.protocol != PROTOCOL:
+            ours = f"this front end (release {self.version}) {PROTOCOL}"
+            return f"it speaks protocol {node.protocol} (release {node.version}), {ours}: run one release on both"
+        if node.model_digest != self.digest:
+            theirs, ours = node.model_digest[:12] or "none", self.digest[:12]
+            return f"its model {node.model!r} has the digest {theirs}, ours {ours}: give both the same file"
+        if node.isa != self.isa and not node.expert_format.startswith("int"):
+            return f"it computes {node.expert_format} with {node.isa}, we with {self.isa}, so bits would differ: set COLIBRI_ISA alike"
+        return ""
 
 
-Answered = Callable[["Link", pb.ExecuteResponse | None, str], None]
-"""Called on the link's own thread with each answer; None: the stream has ended, for the reason given."""
+Told = Callable[[pb.ExecuteResponse], None]
 
 
 class Link:
-    """From a place to its end; a node that comes back gets another. `describe` first, then `open`."""
+    """From one attempt to its end; a node that comes back gets another. `connect` first, then `read` until it returns."""
 
-    def __init__(self, address: str, secrets: Secrets | None) -> None:
+    def __init__(self, address: str, secrets: Secrets | None, key: int) -> None:
         self.address = address
+        self.key = key  # of this stream, once and never again
         self.description = node_pb2.NodeDescription()
+        self.error = ""  # why we ended it ourselves
         self._channel = _channel(address, secrets)
+        self._node = node_pb2_grpc.NodeStub(self._channel)
         self._outgoing: queue.SimpleQueue[pb.ExecuteRequest | None] = queue.SimpleQueue()
-        self._reader: threading.Thread | None = None
-        self._call: grpc.Call | None = None
-        self.open_for_use = False
+        self._call: grpc._CallIterator[pb.ExecuteResponse] | None = None
+        self._asking: grpc.Future[node_pb2.NodeDescription] | None = None
 
-    @property
-    def name(self) -> str:
-        """The node's own."""
-        return self.description.name
+    # ------------------------------------------------------------ the link's own thread
 
     def describe(self) -> node_pb2.NodeDescription:
-        """Asks the node what it is. Refused."""
-        stub = node_pb2_grpc.NodeStub(self._channel)
-        try:
-            self.description = stub.Describe(node_pb2.DescribeRequest(), timeout=_HELLO)
-        except grpc.RpcError as error:
-            raise Refused(_words(error)) from error
+        """Asks the node what it is. Unreachable."""
+        with _in_words():
+            self.description = self._node.Describe(node_pb2.DescribeRequest(), timeout=HELLO_S)
         return self.description
 
-    def assign(self, shares: dict[int, tuple[int, ...]]) -> None:
-        """Gives the node the experts to hold, by layer; returns when it has them. Refused."""
-        request = node_pb2.AssignRequest()
-        for layer, experts in shares.items():
-            request.shares.add(layer=layer, experts=experts)
-        try:
-            self.description = node_pb2_grpc.NodeStub(self._channel).Assign(request, timeout=_ASSIGN)
-        except grpc.RpcError as error:
-            raise Refused(_words(error)) from error
-
-    def open(self, identity: Identity, answered: Answered) -> None:
-        """Opens the stream and waits until the node has agreed. Refused."""
-        opening = pb.OpenStream(
-            model=identity.model, model_digest=identity.digest, protocol=PROTOCOL, version=identity.version, front_end=identity.front_end
-        )
+    def open(self, identity: Identity, *, timeout: float | None = None) -> None:
+        """Opens the stream; `read` then tells what the node says to it. timeout: seconds after which it ends by itself."""
+        opening = pb.OpenStream(model_digest=identity.digest, protocol=PROTOCOL, version=identity.version, front_end=identity.front_end)
         self._outgoing.put(pb.ExecuteRequest(open=opening))
-        call = experts_pb2_grpc.ExpertsStub(self._channel).Execute(self._requests())
-        self._call = call
-        agreed: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._reader = threading.Thread(target=self._read, args=(call, agreed, answered), name=f"node-{self.name}", daemon=True)
-        self._reader.start()
+        with _in_words():
+            self._call = experts_pb2_grpc.ExpertsStub(self._channel).Execute(iter(self._outgoing.get, None), timeout=timeout)
+
+    def read(self, told: Told) -> str:
+        """Hands on every answer until the stream ends; returns why. The first answer is the node's word that it has taken the stream."""
+        assert self._call is not None
         try:
-            refusal = agreed.get(timeout=_HELLO)
-        except queue.Empty:
-            refusal = f"it did not take the stream within {_HELLO:g} s"
-        if refusal:
-            self.close()
-            raise Refused(refusal)
+            for response in self._call:
+                told(response)
+            return self.error or "it ended the stream"
+        except grpc.RpcError as error:
+            return self.error or _words(error)
+
+    # ------------------------------------------------------------ any thread
 
     def send(self, request: pb.ExecuteRequest) -> None:
         """Hands a message over; returns at once."""
         self._outgoing.put(request)
 
-    def close(self) -> None:
-        """Ends the stream, whatever is under way. May be called more than once, and by the link's own thread."""
-        self.open_for_use = False
+    def ask(self, told: Callable[[node_pb2.NodeDescription], None], *, timeout: float) -> None:
+        """Asks again what the node is, and gives it up if it does not say. `told` is called on a thread of gRPC's."""
+        if self._asking is not None and not self._asking.done():
+            return
+
+        def done(future: grpc.Future[node_pb2.NodeDescription]) -> None:
+            try:
+                description = future.result()
+            except grpc.RpcError as error:
+                self.end(f"it does not say any more what it is: {_words(error)}")
+            except grpc.FutureCancelledError:
+                return
+            else:
+                told(description)
+
+        with contextlib.suppress(ValueError):  # closed meanwhile
+            self._asking = self._node.Describe.future(node_pb2.DescribeRequest(), timeout=timeout)
+            self._asking.add_done_callback(done)
+
+    def assign(self, shares: Mapping[int, Sequence[int]]) -> node_pb2.NodeDescription:
+        """Gives the node the experts to hold, by layer; returns when it has them. Unreachable."""
+        request = node_pb2.AssignRequest()
+        for layer in sorted(shares):
+            request.shares.add(layer=layer, experts=sorted(shares[layer]))
+        with _in_words():
+            return self._node.Assign(request, timeout=_ASSIGN)
+
+    def end(self, reason: str) -> None:
+        """Ends the stream, whatever is under way on it; `read` returns the reason."""
+        self.error = self.error or reason
         self._outgoing.put(None)
         if self._call is not None:
             self._call.cancel()
+
+    def close(self) -> None:
+        """Frees everything."""
+        self.end("it was closed")
         self._channel.close()
 
-    def _requests(self) -> Iterator[pb.ExecuteRequest]:
-        while (request := self._outgoing.get()) is not None:
-            yield request
 
-    def _read(self, call: Iterator[pb.ExecuteResponse], agreed: queue.SimpleQueue[str], answered: Answered) -> None:
-        reason = "the node ended the stream"
-        try:
-            for response in call:
-                if response.WhichOneof("kind") == "opened":
-                    self.open_for_use = True
-                    agreed.put("")
-                else:
-                    answered(self, response, "")
-        except grpc.RpcError as error:
-            reason = _words(error)
-        except ValueError:  # the channel was closed before the stream began
-            pass
-        self.open_for_use = False
-        agreed.put(reason)
-        answered(self, None, reason)
+@contextlib.contextmanager
+def _in_words() -> Iterator[None]:
+    try:
+        yield
+    except grpc.RpcError as error:
+        if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+            raise Refused("it is no node: start it by `colibri node`") from error
+        raise Unreachable(_words(error)) from error
+    except ValueError as error:
+        raise Unreachable("the channel was closed") from error
 
 
 def _channel(address: str, secrets: Secrets | None) -> grpc.Channel:
@@ -149,10 +172,12 @@ def _channel(address: str, secrets: Secrets | None) -> grpc.Channel:
         return grpc.insecure_channel(address, options=_OPTIONS)
     options = list(_OPTIONS)
     if secrets.server_name:
-        options.append(("grpc.ssl_target_name_override", secrets.server_name))  # type: ignore[arg-type]
+        options.append(("grpc.ssl_target_name_override", secrets.server_name))
     return grpc.secure_channel(address, grpc.ssl_channel_credentials(secrets.ca, secrets.key, secrets.cert), options=options)
 
 
 def _words(error: grpc.RpcError) -> str:
     code, details = error.code(), error.details()
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return "it did not answer in time"
     return f"{code.name}: {details}" if details else str(code.name)

@@ -35,6 +35,10 @@ class Dealer:
     _seen: dict[str, float] = field(default_factory=dict)  # when each was there last
     _joined: float = float("-inf")
 
+    def waiting(self, now: float) -> bool:
+        """Whether a deal is due soon, for some have joined."""
+        return now - self._joined < 2 * self.join_s
+
     def look(self, present: Collection[str], leaving: Collection[str], now: float) -> frozenset[str] | None:
         """The names to deal over, if it is time to. present: nodes that take shares; leaving: those that have said they go."""
         there = frozenset(present) - frozenset(leaving)

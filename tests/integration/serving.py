@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import TypeVar
 
 import grpc
+import numpy as np
+import numpy.typing as npt
 import psutil
 from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
 from grpc_status import rpc_status
 
-from engine_c import SeqResult, SeqWork, Session, StepStats
+from engine_c import Remote, SeqResult, SeqWork, Session, StepStats
 from service.client import Client
 from service.config import ServeConfig
 from service.plan import SchedulerStats
@@ -50,14 +52,17 @@ class Gate:
         self.entered = 0  # steps begun
         self.fault: Callable[[int], Exception | None] = lambda _: None
 
-    def step(self, work: Sequence[SeqWork], *, tell: int = -1) -> tuple[list[SeqResult], StepStats]:
+    def step(self, work: Sequence[SeqWork], *, tell: int = -1, remote: Remote | None = None) -> tuple[list[SeqResult], StepStats]:
         self.entered += 1
         if not self._open.wait(PATIENCE):
             raise AssertionError("nobody opened the gate")
         error = self.fault(self.entered)
         if error is not None:
             raise error
-        return self._session.step(work, tell=tell)
+        return self._session.step(work, tell=tell, remote=remote)
+
+    def set_remote(self, experts: npt.NDArray[np.bool_] | None) -> None:
+        self._session.set_remote(experts)
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._session, name)

@@ -1,0 +1,193 @@
+"""A node from when its address is first seen until it is no longer: the thread that reaches it, again and again, and what it has done."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from colibri.v1 import experts_pb2 as pb, node_pb2
+from service.nodes.addresses import Place
+from service.nodes.holders import Holder
+from service.nodes.lifecycle import Life, State
+from service.nodes.link import HELLO_S, Identity, Link, Refused, Unreachable
+
+log = logging.getLogger("colibri.nodes")
+_GRIEVANCE_S = 1.0  # seconds for a node to hear, and to log, why it is refused
+
+
+@dataclass(slots=True)
+class Record:
+    """What a node has done for us; only the engine's thread counts. Seconds where the name says so."""
+
+    batches: int = 0
+    pairs: int = 0
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    round_trip_s: float = 0.0
+    compute_s: float = 0.0
+    hedges: int = 0  # batches asked of another too, for it was slow
+    failures: int = 0  # batches it did not answer rightly
+
+    @property
+    def pair_s(self) -> float:
+        """Seconds a pair has taken, on average."""
+        return self.round_trip_s / self.pairs if self.pairs else 0.0
+
+
+class Pool(Protocol):
+    """What a member tells."""
+
+    def admit(self, member: Member, link: Link) -> None:
+        """It is to be used from now on. Refused."""
+        ...
+
+    def changed(self) -> None:
+        """What it holds, or whether it is to be used, is another."""
+        ...
+
+    def told(self, link: Link, response: pb.ExecuteResponse) -> None:
+        """It has answered."""
+        ...
+
+    def lost(self, link: Link) -> None:
+        """It answers no more."""
+        ...
+
+
+@dataclass(slots=True)
+class Member:
+    """Its own thread changes it; the rest is read by any."""
+
+    place: Place
+    pool: Pool
+    dial: Callable[[str], Link]
+    identity: Identity
+    why_no_tls: Callable[[str], str]  # what TLS has against an address; "": nothing
+    life: Life = field(default_factory=lambda: Life(time.monotonic()))
+    link: Link | None = None
+    description: node_pb2.NodeDescription = field(default_factory=node_pb2.NodeDescription)
+    record: Record = field(default_factory=Record)
+    held: frozenset[tuple[int, int]] = frozenset()
+    _lock: threading.RLock = field(default_factory=threading.RLock)
+    _stopping: threading.Event = field(default_factory=threading.Event)
+    _thread: threading.Thread | None = None
+
+    @property
+    def name(self) -> str:
+        """The node's own; the address as long as it has not told."""
+        return self.description.name or str(self.place)
+
+    @property
+    def holder(self) -> Holder | None:
+        """As the table has it; None if it is not to be asked."""
+        link = self.link
+        return Holder(link.key, self.name, self.held) if link is not None and self.life.state is State.READY else None
+
+    def start(self) -> None:
+        """Begins to reach it."""
+        self._thread = threading.Thread(target=self._run, name=f"node-{self.place}"[:40], daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Its address means it no longer; returns at once."""
+        self._stopping.set()
+        link = self.link
+        if link is not None:
+            link.end("it is no longer among the nodes")
+
+    def join(self, timeout: float) -> None:
+        """Waits for its thread."""
+        if self._thread is not None:
+            self._thread.join(timeout)
+
+    def describe(self, description: node_pb2.NodeDescription) -> None:
+        """Takes in what it says of itself now. Any thread."""
+        with self._lock:
+            before, self.description = self.description, description
+            same = before.shares == description.shares
+            if not same:
+                self.held = frozenset((share.layer, expert) for share in description.shares for expert in share.experts)
+            draining = description.state == node_pb2.NODE_STATE_DRAINING
+            if self.life.state is State.READY and draining:
+                self._say(State.DRAINING, "it is shutting down")
+            elif same:
+                return
+        self.pool.changed()
+
+    # ------------------------------------------------------------ its thread
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            link = self.link = self.dial(str(self.place))
+            try:
+                self._reach(link)
+            except Refused as refusal:
+                self._say(State.REFUSED, str(refusal))
+            except Unreachable as failure:
+                self._give_up(str(failure))
+            except Exception:
+                log.exception("node %s: a bug of ours", self.name)
+                self._give_up("a bug of ours; the log has it")
+            finally:
+                self.link = None
+                self.pool.lost(link)
+                link.close()
+            self._stopping.wait(self.life.pause())
+            if not self._stopping.is_set():
+                self._say(State.CONNECTING, "")
+        self._say(State.GONE, "")
+
+    def _reach(self, link: Link) -> None:
+        """Returns never: the end of what it does for us is told by Unreachable."""
+        self.describe(link.describe())
+        if reason := self.identity.why_not(self.description):
+            link.open(self.identity, timeout=_GRIEVANCE_S)  # so that it says so on its side too
+            link.read(lambda _: link.end(reason))
+            raise Refused(reason)
+        if self.description.state == node_pb2.NODE_STATE_DRAINING:
+            raise Unreachable("it is shutting down")
+        link.open(self.identity)
+        watch = threading.Timer(HELLO_S, link.end, ("it did not take the stream",))
+        watch.daemon = True
+        watch.start()
+
+        def told(response: pb.ExecuteResponse) -> None:
+            if response.WhichOneof("kind") == "opened":
+                watch.cancel()
+                self._open(link, response.opened)
+            else:
+                self.pool.told(link, response)
+
+        try:
+            raise Unreachable(link.read(told))
+        finally:
+            watch.cancel()
+
+    def _open(self, link: Link, description: node_pb2.NodeDescription) -> None:
+        self.describe(description)
+        if reason := self.identity.why_not(description):
+            raise Refused(reason)  # another process than the one that described itself
+        self.pool.admit(self, link)
+        with self._lock:
+            self.life.move(State.READY, time.monotonic())
+        layers = len({layer for layer, _ in self.held})
+        log.info("node %s at %s computes for us: it holds %d experts of %d layers", self.name, self.place, len(self.held), layers)
+        self.pool.changed()
+
+    def _give_up(self, reason: str) -> None:
+        if trouble := self.why_no_tls(str(self.place)) if self.life.state is State.CONNECTING else "":
+            self._say(State.REFUSED, trouble)
+        else:
+            self._say(State.LOST, reason)
+
+    def _say(self, state: State, reason: str) -> None:
+        """Changes state and says so, once."""
+        with self._lock:
+            news = self.life.move(state, time.monotonic(), reason)
+        if news and reason and not self._stopping.is_set():
+            level = logging.INFO if state is State.DRAINING else logging.WARNING
+            log.log(level, "node %s at %s is %s: %s", self.name, self.place, state.value, reason)

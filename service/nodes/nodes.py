@@ -1,0 +1,105 @@
+"""The nodes of a model as the rest of the service has them."""
+
+from __future__ import annotations
+
+import os
+import socket
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+
+from engine_c import ModelInfo, isa_name
+from service.artifact import Artifact
+from service.config import ConfigError, ServeConfig
+from service.nodes.addresses import parse_places
+from service.nodes.link import Identity, Link, Secrets
+from service.nodes.member import Member
+from service.nodes.pool import NodePool, PoolConfig
+from service.nodes.remote import NodeRemote
+from service.tls import TlsFiles, why_refused
+from workers.layout import LayoutError, read_digest
+
+
+class Nodes:
+    """`remote` is the engine's thread's."""
+
+    def __init__(self, pool: NodePool, remote: NodeRemote) -> None:
+        self.pool = pool
+        self.remote = remote
+
+    @property
+    def members(self) -> list[Member]:
+        """By name."""
+        return sorted(self.pool.members.values(), key=lambda member: member.name)
+
+    def close(self) -> None:
+        """Ends all streams and threads, once no step runs any more."""
+        self.pool.close()
+
+
+def open_nodes(config: ServeConfig, artifact: Artifact, info: ModelInfo) -> Nodes:
+    """Begins to look for the nodes of a model. ConfigError."""
+    if not artifact.routed_layers:
+        raise ConfigError(f"nodes is set, but {artifact.path} has no experts that nodes could compute: leave it out")
+    places, by_name = parse_places(config.nodes)
+    name = config.nodes_server_name or (places[0].host if by_name else "")
+    secrets, why_no_tls = _tls(config, name)
+    experts_of = tuple(info.experts if layer in artifact.routed_layers else 0 for layer in range(info.layers))
+    pool = NodePool(
+        PoolConfig(
+            places=places,
+            by_name=by_name,
+            identity=Identity(socket.gethostname(), artifact.name, _digest(artifact.path), version("colibri"), isa_name()),
+            dial=lambda address, key: Link(address, secrets, key),
+            why_no_tls=why_no_tls,
+            experts=info.experts,
+            experts_of=experts_of,
+            timeout_s=config.nodes_timeout_ms / 1e3,
+            resolve_s=config.nodes_resolve_s,
+            replicas=config.nodes_replicas,
+            redeal_s=config.nodes_redeal_s,
+        )
+    )
+    remote = NodeRemote(
+        pool,
+        hidden=info.hidden,
+        fallback=config.nodes_fallback == "file",
+        all_here=config.nodes_local_experts == "all",
+        timeout_s=config.nodes_timeout_ms / 1e3,
+        hedge_s=config.nodes_hedge_ms / 1e3,
+    )
+    pool.start()
+    return Nodes(pool, remote)
+
+
+def _tls(config: ServeConfig, name: str) -> tuple[Secrets | None, partial[str] | _Never]:
+    if not config.nodes_cert:
+        return None, _Never()
+    cert, key, ca = (_read(path) for path in (config.nodes_cert, config.nodes_key, config.nodes_ca))
+    theirs = "the authority that the node was started with (--tls-ca)"
+    files = TlsFiles(config.nodes_cert, config.nodes_key, config.nodes_ca, name, theirs)
+    return Secrets(cert, key, ca, name), partial(why_refused, files=files)
+
+
+class _Never:
+    """Without TLS it is never why."""
+
+    def __call__(self, address: str) -> str:
+        return ""
+
+
+def _read(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; it is needed to reach nodes") from error
+
+
+def _digest(path: Path) -> str:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return read_digest(fd)
+    except LayoutError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    finally:
+        os.close(fd)

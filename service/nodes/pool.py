@@ -1,0 +1,175 @@
+"""All nodes of a model: found by name, reached, told their shares; and the table of who holds what that the engine's thread goes by."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from colibri.v1 import experts_pb2 as pb
+from service.nodes.addresses import Place, resolve
+from service.nodes.dealing import Dealing
+from service.nodes.holders import Table
+from service.nodes.lifecycle import State
+from service.nodes.link import Identity, Link, Refused
+from service.nodes.member import Member
+
+log = logging.getLogger("colibri.nodes")
+_ASK_EVERY = 1.0  # seconds between two looks at how a node is, which is also how a silent one is noticed when nothing is asked of it
+_FAREWELL = 2.0  # seconds for threads to end
+
+Event = tuple[Link, pb.ExecuteResponse | None]
+"""An answer, or None: the stream has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolConfig:
+    """Where nodes are and how they are asked. experts_of: experts of each layer, 0 where it has no router, of `experts`
+    at the most. Seconds where the name says so."""
+
+    places: tuple[Place, ...]
+    by_name: bool
+    identity: Identity
+    dial: Callable[[str, int], Link]
+    why_no_tls: Callable[[str], str]
+    experts: int
+    experts_of: tuple[int, ...]
+    timeout_s: float
+    resolve_s: float
+    replicas: int
+    redeal_s: float
+
+
+class NodePool:
+    """`table`, `link_of` and `inbox` are for the engine's thread; all else for any."""
+
+    def __init__(self, config: PoolConfig) -> None:
+        self.config = config
+        self.inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.members: dict[Place, Member] = {}  # replaced, never changed
+        self.dealing = Dealing(config.experts_of, replicas=config.replicas, redeal_s=config.redeal_s)
+        self._links: dict[int, tuple[Member, Link]] = {}
+        self._keys = itertools.count(1)
+        self._lock = threading.RLock()
+        self._wake = threading.Event()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="nodes", daemon=True)
+        self.table = self._make_table()
+
+    # ------------------------------------------------------------ life
+
+    def start(self) -> None:
+        """Begins to look for nodes."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends all streams and threads."""
+        self._closing = True
+        self._wake.set()
+        if self._thread.ident is not None:
+            self._thread.join(_FAREWELL)
+        members = list(self.members.values())
+        for member in members:
+            member.stop()
+        for member in members:
+            member.join(_FAREWELL)
+        self.dealing.close()
+
+    # ------------------------------------------------------------ the engine's thread
+
+    def link_of(self, key: int) -> tuple[Member, Link] | None:
+        """The stream of this key, and whose it is; None if it has ended."""
+        return self._links.get(key)
+
+    # ------------------------------------------------------------ what members tell
+
+    def admit(self, member: Member, link: Link) -> None:
+        """Refused if it is one of the others under another address, or has the name of another."""
+        with self._lock:
+            for other, theirs in self._links.values():
+                if other is member or other.name != member.name:
+                    continue
+                if other.description.instance == member.description.instance:
+                    raise Refused(f"it is the node at {theirs.address}, under another address")
+                raise Refused(f"the node at {theirs.address} is called {member.name} too: give each a --name of its own")
+            self._links[link.key] = member, link
+
+    def changed(self) -> None:
+        """The table is made anew, and shares are looked at."""
+        with self._lock:
+            self.table = self._make_table()
+        self._wake.set()
+
+    def told(self, link: Link, response: pb.ExecuteResponse) -> None:
+        """An answer goes to the engine's thread."""
+        self.inbox.put((link, response))
+
+    def lost(self, link: Link) -> None:
+        """The table is made anew before the engine's thread hears of it, so that it does not choose it again."""
+        with self._lock:
+            known = self._links.pop(link.key, None) is not None
+            self.table = self._make_table()
+        if known:
+            self.inbox.put((link, None))
+        self._wake.set()
+
+    def forget(self, link: Link) -> None:
+        """It is not to be chosen any more; its end is not news to the engine's thread, who says so."""
+        with self._lock:
+            self._links.pop(link.key, None)
+            self.table = self._make_table()
+
+    def _make_table(self) -> Table:
+        holders = [holder for member in self.members.values() if (holder := member.holder) is not None and holder.key in self._links]
+        return Table.of(holders, layers=len(self.config.experts_of), experts=self.config.experts)
+
+    # ------------------------------------------------------------ its thread
+
+    def _run(self) -> None:
+        resolve_at = ask_at = 0.0
+        while not self._closing:
+            now = time.monotonic()
+            try:
+                if now >= resolve_at:
+                    self._resolve()
+                    resolve_at = now + self.config.resolve_s
+                if now >= ask_at:
+                    self._ask_all()
+                    ask_at = now + min(_ASK_EVERY, self.config.resolve_s)
+                self.dealing.look(self.members.values(), now)
+            except Exception:
+                log.exception("looking after nodes failed; it is tried again")
+                resolve_at = ask_at = now + _ASK_EVERY
+            due = min(resolve_at, ask_at, self.dealing.next_look(now))
+            self._wake.wait(max(0.01, due - time.monotonic()))
+            self._wake.clear()
+
+    def _resolve(self) -> None:
+        found = resolve(self.config.places, by_name=self.config.by_name)
+        if not found and self.members:
+            return  # the name service is away; a name that means nobody any more would be worse for us than for them
+        gone = [member for place, member in self.members.items() if place not in found]
+        new = [self._member(place) for place in found if place not in self.members]
+        with self._lock:
+            kept = {place: member for place, member in self.members.items() if place in found}
+            self.members = kept | {member.place: member for member in new}
+            self.table = self._make_table()
+        for member in gone:
+            log.info("node %s at %s is no longer among the addresses", member.name, member.place)
+            member.stop()
+        for member in new:
+            member.start()
+
+    def _member(self, place: Place) -> Member:
+        config = self.config
+        return Member(place, self, lambda address: config.dial(address, next(self._keys)), config.identity, config.why_no_tls)
+
+    def _ask_all(self) -> None:
+        for member in self.members.values():
+            link = member.link
+            if link is not None and member.life.state in (State.READY, State.DRAINING):
+                link.ask(member.describe, timeout=max(1.0, self.config.timeout_s))

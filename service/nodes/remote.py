@@ -1,0 +1,245 @@
+"""A step's experts on nodes: hands batches out, takes answers in, sees to it that every one comes. On the engine's thread."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import queue
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from colibri.v1 import experts_pb2 as pb
+from engine_c import RemoteExperts, RemoteLost
+from service.nodes.flight import Flight, Row, Sent
+from service.nodes.holders import Table
+from service.nodes.link import Link
+from service.nodes.pool import NodePool
+
+log = logging.getLogger("colibri.nodes")
+HERE = 0
+"""Key of this process among the holders, if it holds all experts too."""
+_PAIR_S = 1e-3  # seconds that a pair may take beyond the timeout, before it is known what they take
+_LONGEST_S = 60.0  # of one wait
+_SLOW = 4.0  # times as long as pairs took on average
+
+
+class SetsRemote(Protocol):
+    """The part of engine_c.Session that is told between steps."""
+
+    def set_remote(self, experts: npt.NDArray[np.bool_] | None) -> None:
+        """Which experts are computed elsewhere."""
+        ...
+
+
+@dataclass(slots=True)
+class RemoteTotals:
+    """What has been done since the start; only the engine's thread counts."""
+
+    layers: int = 0  # of steps, that had experts on nodes
+    wait_s: float = 0.0  # for answers, beyond what was done here meanwhile
+    fallback_pairs: int = 0  # computed here since no node that has the expert answered
+    dropped: int = 0  # answers that nobody waited for any more
+
+
+class NodeRemote:
+    """engine_c.Remote over a pool. `prepare` before every step."""
+
+    def __init__(self, pool: NodePool, *, hidden: int, fallback: bool, all_here: bool, timeout_s: float, hedge_s: float) -> None:
+        """fallback: experts that nobody holds are computed here; all_here: this process holds all and does its part."""
+        self.totals = RemoteTotals()
+        self._pool = pool
+        self._hidden = hidden
+        self._fallback = fallback or all_here
+        self._all_here = all_here
+        self._timeout_s = timeout_s
+        self._hedge_s = hedge_s
+        self._ids = itertools.count(1)
+        self._told: Table | None = None  # what the session was told
+        self._missing = ""
+        self._flight: Flight | None = None
+        self._mine: list[Sent] = []  # what is to be computed here, as one of the holders
+
+    # ------------------------------------------------------------ between steps
+
+    @property
+    def missing(self) -> str:
+        """What keeps steps from being done, in a sentence; "" if nothing does. Any thread."""
+        table = self._pool.table
+        return "" if self._fallback else self._uncovered(table)
+
+    def prepare(self, session: SetsRemote) -> None:
+        """Tells the session who is there. RemoteLost if some experts have nobody who computes them."""
+        table = self._pool.table
+        if table is not self._told:
+            session.set_remote(self._mask(table))
+            self._told = table
+            self._missing = "" if self._fallback else self._uncovered(table)
+        if self._missing:
+            raise RemoteLost(self._missing)
+
+    def _mask(self, table: Table) -> npt.NDArray[np.bool_]:
+        experts_of = self._pool.config.experts_of
+        mask = np.zeros((table.layers, table.experts), np.bool_)
+        for layer, count in enumerate(experts_of):
+            mask[layer, :count] = True if not self._fallback else [bool(keys) for keys in table.rows[layer][:count]]
+        return mask
+
+    def _uncovered(self, table: Table) -> str:
+        lacking = table.uncovered(self._pool.config.experts_of)
+        if not lacking:
+            return ""
+        layer, expert = lacking[0]
+        more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
+        states = [f"{m.name} is {m.life.state.value}{': ' + m.life.reason if m.life.reason else ''}" for m in self._pool.members.values()]
+        return f"no node holds expert {expert} of layer {layer}{more}; {'; '.join(states) or 'no node has been found'}"
+
+    # ------------------------------------------------------------ a step
+
+    def send(self, call: RemoteExperts) -> None:
+        """Hands batches out; returns at once."""
+        self._mine = []
+        flight = self._flight = Flight(call.counts, lambda: self._row(call.layer), self._ids, self._patience, hedge=self._hedge_s)
+        for sent in flight.start(time.monotonic()):
+            self._send(call, sent)
+
+    def receive(self, call: RemoteExperts) -> None:
+        """Returns when all outputs are there. RemoteLost if some can't be had."""
+        flight = self._flight
+        assert flight is not None
+        began = time.monotonic()
+        while flight.wanted:
+            if self._mine:
+                self._compute_mine(call, flight)
+            elif stranded := flight.stranded:
+                self._stand_in(call, flight, stranded)
+            else:
+                self._wait(call, flight)
+        self._flight = None
+        self.totals.layers += 1
+        self.totals.wait_s += time.monotonic() - began
+
+    def _compute_mine(self, call: RemoteExperts, flight: Flight) -> None:
+        for sent in self._mine:
+            found = flight.answered(sent.id)
+            if found is not None and found[1]:
+                call.compute(found[1])
+        self._mine = []
+
+    def _wait(self, call: RemoteExperts, flight: Flight) -> None:
+        try:
+            link, response = self._pool.inbox.get(timeout=max(0.0, min(flight.next_time() - time.monotonic(), _LONGEST_S)))
+        except queue.Empty:
+            self._hurry(call, flight)
+            return
+        if response is None:
+            self._resend(call, link.key)
+        elif response.HasField("result"):
+            self._put(call, flight, link, response.result)
+        elif response.failed.id in flight.open:
+            self._give_up(call, link, f"it failed a batch: {response.failed.message}")
+        else:
+            self.totals.dropped += 1
+
+    def _row(self, layer: int) -> Row:
+        row = self._pool.table.rows[layer]
+        return [(*keys, HERE) for keys in row] if self._all_here else row
+
+    def _patience(self, pairs: int) -> float:
+        return self._timeout_s + pairs * _PAIR_S
+
+    def _send(self, call: RemoteExperts, sent: Sent) -> None:
+        if sent.key == HERE:
+            self._mine.append(sent)
+            return
+        found = self._pool.link_of(sent.key)
+        if found is None:  # it ended a moment ago: no table has it any more
+            self._resend(call, sent.key)
+            return
+        member, link = found
+        sent.due = max(sent.due, sent.at + self._timeout_s + _SLOW * member.record.pair_s * sent.pairs)
+        batch = call.pack(sent.experts)
+        message = pb.ExpertBatch(
+            id=sent.id,
+            layer=batch.layer,
+            experts=batch.experts,
+            counts=batch.counts,
+            dtype=pb.DATA_TYPE_PREPARED,
+            rows=batch.n_rows,
+            data=bytes(batch.rows),
+            row_of_pair=bytes(batch.row_of_pair),
+            input_weights=bytes(batch.weights),
+        )
+        member.record.sent_bytes += len(batch.rows)
+        link.send(pb.ExecuteRequest(batch=message))
+
+    def _put(self, call: RemoteExperts, flight: Flight, link: Link, result: pb.ExpertResult) -> None:
+        sent = flight.open.get(result.id)
+        if sent is None or sent.key != link.key:
+            self.totals.dropped += 1
+            return
+        size = 4 * self._hidden
+        if len(result.data) != sent.pairs * size:
+            self._give_up(call, link, f"it answered {len(result.data)} bytes for {sent.pairs} outputs of {size} bytes")
+            return
+        found = flight.answered(result.id)
+        assert found is not None
+        self._record(link, sent, result)
+        if len(found[1]) == len(sent.experts):
+            call.put(sent.experts, result.data)
+            return
+        at, data = 0, memoryview(result.data)
+        for expert in sent.experts:
+            end = at + call.counts[expert] * size
+            if expert in found[1]:
+                call.put((expert,), data[at:end])
+            at = end
+
+    def _record(self, link: Link, sent: Sent, result: pb.ExpertResult) -> None:
+        found = self._pool.link_of(link.key)
+        if found is not None:
+            record = found[0].record
+            record.batches += 1
+            record.pairs += sent.pairs
+            record.received_bytes += len(result.data)
+            record.round_trip_s += time.monotonic() - sent.at
+            record.compute_s += result.compute_ns / 1e9
+
+    # ------------------------------------------------------------ when something is wrong
+
+    def _resend(self, call: RemoteExperts, key: int) -> None:
+        assert self._flight is not None
+        for again in self._flight.lose(key, time.monotonic()):
+            self._send(call, again)
+
+    def _give_up(self, call: RemoteExperts, link: Link, reason: str) -> None:
+        """Ends a stream; its node is reached anew. What it was to do is done by others."""
+        found = self._pool.link_of(link.key)
+        if found is not None:
+            found[0].record.failures += 1
+        link.end(reason)
+        self._pool.forget(link)
+        self._resend(call, link.key)
+
+    def _hurry(self, call: RemoteExperts, flight: Flight) -> None:
+        now = time.monotonic()
+        for sent in flight.hedges(now):
+            self._send(call, sent)
+        for key in flight.late(now):
+            found = self._pool.link_of(key)
+            if found is None:
+                self._resend(call, key)
+            else:
+                self._give_up(call, found[1], f"it did not answer for {self._timeout_s:g} s")
+
+    def _stand_in(self, call: RemoteExperts, flight: Flight, experts: Sequence[int]) -> None:
+        """Nobody that is there holds these."""
+        if not self._fallback:
+            raise RemoteLost(self._uncovered(self._pool.table) or f"the nodes that hold experts of layer {call.layer} were lost")
+        call.compute(experts)
+        flight.done(experts)
+        self.totals.fallback_pairs += sum(call.counts[expert] for expert in experts)
