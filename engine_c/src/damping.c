@@ -11,12 +11,14 @@
 
 /* The arrays: where each pointer is, and its elements. */
 typedef struct array { void *at; size_t count, size; } array;
-#define ARRAYS 20
+#define ARRAYS 22
 
 static void list_arrays(colibri_damper *d, size_t max_rows, size_t max_seqs, array *arrays) {
   size_t states = (size_t)d->max_slots * (size_t)d->layers, e = (size_t)d->experts, pairs = max_rows * (size_t)d->k;
+  size_t saved = d->max_slots ? max_seqs * (size_t)d->layers : 0;
 #define ARRAY(name, n) {&d->name, n, sizeof *d->name}
-  array all[ARRAYS] = {ARRAY(heat, states * e), ARRAY(pairs, states), ARRAY(changed_pairs, states), ARRAY(step_pairs, max_seqs), ARRAY(step_changed, max_seqs),
+  array all[ARRAYS] = {ARRAY(heat, states * e), ARRAY(pairs, states), ARRAY(changed_pairs, states), ARRAY(saved_heat, saved * e), ARRAY(saved_pairs, 2 * saved),
+                       ARRAY(step_pairs, max_seqs), ARRAY(step_changed, max_seqs),
                        ARRAY(rows, max_rows), ARRAY(own, pairs), ARRAY(values, max_rows * e), ARRAY(queue, e), ARRAY(cost, max_rows + 2), ARRAY(price, e),
                        ARRAY(loss, e * e), ARRAY(mover, e * e), ARRAY(block, max_rows * e), ARRAY(best_to, e), ARRAY(best_cost, e), ARRAY(loose, e), ARRAY(stale, e), ARRAY(head, e), ARRAY(next, 3 * pairs)};
 #undef ARRAY
@@ -90,6 +92,27 @@ void colibri_damper_begin(colibri_damper *d, const colibri_batch *b) {
     memset(d->changed_pairs + slot * layers, 0, sizeof *d->changed_pairs * layers);
   }
 }
+
+/* One array's part of a slot, to or from where sequence n's is saved. */
+static void move_state(void *slot, void *saved, size_t bytes, int back) {
+  if (back) memcpy(slot, saved, bytes);
+  else memcpy(saved, slot, bytes);
+}
+
+/* States of sequences that go on. One that begins anew is cleared when it does so again. */
+static void move_states(colibri_damper *d, const colibri_batch *b, int back) {
+  size_t layers = (size_t)d->layers, values = layers * (size_t)d->experts;
+  for (int n = 0; n < b->n_seqs; n++) {
+    size_t slot = (size_t)b->seqs[n].slot, at = (size_t)n;
+    if (b->seqs[n].slot < 0 || b->seqs[n].damping < 0 || !b->seqs[n].start) continue;
+    move_state(d->heat + slot * values, d->saved_heat + at * values, sizeof *d->heat * values, back);
+    move_state(d->pairs + slot * layers, d->saved_pairs + 2 * at * layers, sizeof *d->pairs * layers, back);
+    move_state(d->changed_pairs + slot * layers, d->saved_pairs + (2 * at + 1) * layers, sizeof *d->pairs * layers, back);
+  }
+}
+
+void colibri_damper_save(colibri_damper *d, const colibri_batch *b) { move_states(d, b, 0); }
+void colibri_damper_restore(colibri_damper *d, const colibri_batch *b) { move_states(d, b, 1); }
 
 /* ---------------------------------------------------------------- rows */
 

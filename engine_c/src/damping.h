@@ -37,6 +37,9 @@ typedef struct colibri_damper {
   /* state of the sequences in slots */
   float *heat;             /* [max_slots][layers][experts] */
   uint32_t *pairs, *changed_pairs; /* [max_slots][layers] rows routed, and those of them changed */
+  /* what a step that may be abandoned began with, by sequence */
+  float *saved_heat;       /* [max_seqs][layers][experts]; nothing without slots */
+  uint32_t *saved_pairs;   /* [max_seqs][2][layers] pairs, changed_pairs */
   /* the running step: the same by damping, scope BATCH */
   uint64_t *step_pairs, *step_changed; /* [max_seqs] */
   /* scratch of a layer */
@@ -78,6 +81,9 @@ void colibri_damper_close(colibri_damper *d);
 int colibri_damping_check(const colibri_damping *damping, int index, colibri_error *err);
 /* Begins a step: forgets the state of slots whose sequence starts anew. The batch has been checked. */
 void colibri_damper_begin(colibri_damper *d, const colibri_batch *batch);
+/* Saves the states of the sequences of a step that is about to begin; gives them back, as if it had not. */
+void colibri_damper_save(colibri_damper *d, const colibri_batch *batch);
+void colibri_damper_restore(colibri_damper *d, const colibri_batch *batch);
 /* Damps one layer's rows; adds to batch->rerouted. Returns how many were changed. */
 int colibri_damp(colibri_damper *d, const colibri_batch *batch, const colibri_damp_rows *rows);
 

@@ -100,6 +100,7 @@ static void take_routing(colibri_session *s, const colibri_batch *b) {
     s->damped |= b->seqs[n].damping >= 0 && b->dampings[b->seqs[n].damping].kind != COLIBRI_DAMPING_OFF;
     s->margins |= b->seqs[n].margins;
   }
+  if (s->has_remote && s->damped) colibri_damper_save(&s->damper, b);
   colibri_damper_begin(&s->damper, b);
   colibri_counts_begin(&s->counts, b);
 }
@@ -428,4 +429,11 @@ int colibri_step_resume(colibri_session *s, colibri_row_result *results, int32_t
   return rc;
 }
 
-void colibri_step_abandon(colibri_session *s) { s->stage = COLIBRI_STAGE_IDLE; }
+/* The same batch may be tried again: its sequences' routing states are those it began with. What was counted stays counted. */
+void colibri_step_abandon(colibri_session *s) {
+  if (s->stage == COLIBRI_STAGE_IDLE) return;
+  s->stage = COLIBRI_STAGE_IDLE;
+  if (s->damped) colibri_damper_restore(&s->damper, s->batch);
+  for (int n = 0; n < s->batch->n_seqs; n++)
+    if (s->batch->seqs[n].slot >= 0) s->counts.next[s->batch->seqs[n].slot] = s->batch->seqs[n].start;
+}

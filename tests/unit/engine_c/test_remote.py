@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from engine_c import EngineError, ExpertBatch, Model, RemoteExperts, RemoteLost, SeqWork, Session, SessionOptions
+from engine_c import Damping, EngineError, ExpertBatch, Model, RemoteExperts, RemoteLost, SeqWork, Session, SessionOptions
 from ops.random_model import ModelShape, make_model
 
 SHAPE = ModelShape(layers=3, hidden=96, heads=4, kv_heads=2, ffn=80, experts=8, top_k=3, vocab=160, max_context=256)
@@ -142,3 +142,36 @@ def test_session_that_adds_at_once_takes_no_part(model: Model) -> None:
             plain.set_remote(np.ones((SHAPE.layers, SHAPE.experts), np.bool_))
         with pytest.raises(EngineError, match="split_down"):
             plain.run_experts(ExpertBatch(0, (0,), (1,), bytes(4 * SHAPE.hidden), 1, bytes(4)), kind="f32")
+
+
+def damped_run(session: Session, elsewhere: Elsewhere | None, *, lose: bool) -> list[tuple[Logits, int]]:
+    """Logits and changed pairs of six steps of two sequences; lose: each step is given up in its last layer and tried again."""
+    damping = Damping(kind="heat", scope="sequence", growth=8.0, decay=0.9, margin=10.0, max_rerouted=1.0)
+    work = [SeqWork(list(range(9 + i)), 0, range(i * 8, i * 8 + 8), 1, damping=damping, slot=i) for i in range(2)]
+    found = []
+    for _ in range(6):
+        if lose:
+            with pytest.raises(RemoteLost):
+                session.step(work, remote=LostAtLast(session))
+        results, _ = session.step(work, remote=elsewhere)
+        found.append((session.logits(), sum(result.rerouted for result in results)))
+        work = [replace(w, tokens=[r.rows[0].token], start=w.start + len(w.tokens)) for r, w in zip(results, work, strict=True)]
+    return found
+
+
+class LostAtLast(Elsewhere):
+    """Computes everything here, and is lost in the last layer."""
+
+    def send(self, call: RemoteExperts) -> None:
+        self.lose = call.layer == SHAPE.layers - 1
+
+
+def test_damped_step_given_up_leaves_no_trace_in_the_next(model: Model) -> None:
+    with Session(model, replace(OPTIONS, max_slots=4)) as front:
+        expected = damped_run(front, None, lose=False)
+        assert sum(changed for _, changed in expected) > 0
+        front.set_remote(np.ones((SHAPE.layers, SHAPE.experts), np.bool_))
+        got = damped_run(front, Elsewhere(front, lambda layer, expert: False), lose=True)
+    for (logits, changed), (want, want_changed) in zip(got, expected, strict=True):
+        assert np.array_equal(logits, want)
+        assert changed == want_changed
