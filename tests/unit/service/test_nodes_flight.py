@@ -151,3 +151,13 @@ def test_a_reason_is_news_once() -> None:
     assert news == [True, False, True]
     with pytest.raises(IllegalTransition):
         life.move(State.CONNECTING, 1.0)
+
+
+def test_a_node_that_stays_away_is_news_once_in_whatever_words() -> None:
+    life = Life(0.0)
+    news = []
+    for reason in ("connection refused", "it did not answer in time"):
+        news.append(life.move(State.LOST, 1.0, reason))
+        life.move(State.CONNECTING, 1.0)
+    life.move(State.READY, 2.0)
+    assert [*news, life.move(State.LOST, 3.0, "connection refused")] == [True, False, True]
