@@ -20,7 +20,7 @@ class Flying(RuleBasedStateMachine):
 
     @initialize(row=ROW, counts=st.dictionaries(st.integers(0, EXPERTS - 1), st.integers(1, 9), min_size=1))
     def begin(self, row: list[tuple[int, ...]], counts: dict[int, int]) -> None:
-        self.row, self.now, self.came = row, 0.0, {expert: 0 for expert in counts}
+        self.row, self.now, self.came = row, 0.0, dict.fromkeys(counts, 0)
         self.lost: set[int] = set()
         self.flight = Flight(counts, lambda: self.row, itertools.count(100), lambda pairs: 2.0 + pairs, hedge=1.0)
         self.asked: list[Sent] = self.flight.start(0.0)
