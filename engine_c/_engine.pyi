@@ -62,12 +62,22 @@ class Stats:
     lanes_lost: int
     tasks_homed: int
     tasks_local: int
+    remote_layers: int
+    remote_ns: int
     op_ns: Iterable[int]
 
 class ProbeStruct:
     begin_ns: int
     end_ns: int
     work: int
+
+class RemoteState:
+    layer: int
+    n_rows: int
+    n_experts: int
+    weighs_input: int
+    experts: Array[int]
+    rows: Array[int]
 
 class Out:
     """A `colibri_x *[1]`."""
@@ -84,6 +94,16 @@ class FFI:
     def new(self, cdecl: Literal["colibri_step_stats *"]) -> Stats: ...
     @overload
     def new(self, cdecl: Literal["colibri_probe *"]) -> ProbeStruct: ...
+    @overload
+    def new(self, cdecl: Literal["colibri_remote *"]) -> RemoteState: ...
+    @overload
+    def new(self, cdecl: Literal["int32_t *"]) -> Array[int]: ...
+    @overload
+    def new(
+        self,
+        cdecl: Literal["colibri_expert_work *"],
+        init: tuple[int, int, int, int, Array[int], Array[int], Pointer, int, Pointer, Pointer],
+    ) -> Pointer: ...
     @overload
     def new(self, cdecl: Literal["colibri_telemetry *"], init: dict[str, int]) -> Pointer: ...
     @overload
@@ -131,6 +151,7 @@ class Lib:
     COLIBRI_KV_BLOCK: int
     COLIBRI_MAX_TOP_LOGPROBS: int
     COLIBRI_OPS: int
+    COLIBRI_NEEDS_REMOTE: int
     COLIBRI_ENUMERIC: int
     COLIBRI_ESTATE: int
     COLIBRI_EINVAL: int
@@ -196,6 +217,26 @@ class Lib:
     def colibri_front_step(
         self, tell: int, session: Pointer, batch: Batch, results: Array[Row], seq_status: Array[int], stats: Stats, err: Error
     ) -> int: ...
+    def colibri_session_remote(self, session: Pointer, remote: Pointer, err: Error) -> int: ...
+    def colibri_prepared_bytes(self, session: Pointer, layer: int) -> int: ...
+    def colibri_remote_state(self, session: Pointer, out: RemoteState) -> int: ...
+    def colibri_remote_pack(
+        self,
+        session: Pointer,
+        experts: Sequence[int],
+        n: int,
+        rows: Pointer,
+        row_of_pair: Pointer,
+        weights: Pointer,
+        n_rows: Array[int],
+        err: Error,
+    ) -> int: ...
+    def colibri_remote_put(self, session: Pointer, experts: Sequence[int], n: int, out: Pointer, size: int, err: Error) -> int: ...
+    def colibri_remote_compute(self, session: Pointer, experts: Sequence[int], n: int, err: Error) -> int: ...
+    def colibri_step_local(self, session: Pointer, err: Error) -> int: ...
+    def colibri_step_resume(self, session: Pointer, results: Array[Row], seq_status: Array[int], stats: Stats, err: Error) -> int: ...
+    def colibri_step_abandon(self, session: Pointer) -> None: ...
+    def colibri_experts_run(self, session: Pointer, work: Pointer, out: Pointer, err: Error) -> int: ...
     def colibri_session_logits(self, session: Pointer) -> Pointer: ...
     def colibri_session_routes(
         self, session: Pointer, experts: Pointer, weights: Pointer, margins: Pointer, count: int, err: Error

@@ -197,8 +197,8 @@ class BatchBuffers:
     def step_stats(self) -> StepStats:
         """The last step's statistics."""
         s = self.stats
-        counts = s.phases, s.tasks, s.tasks_rerun, s.lanes, s.lanes_lost, s.tasks_homed, s.tasks_local
-        return StepStats(s.step_ns, s.wait_ns, s.serial_ns, *counts, tuple(s.op_ns), s.remote_layers, s.remote_ns)
+        counts = s.phases, s.tasks, s.tasks_rerun, s.lanes, s.lanes_lost, s.tasks_homed, s.tasks_local, s.remote_layers, s.remote_ns
+        return StepStats(s.step_ns, s.wait_ns, s.serial_ns, *counts, tuple(s.op_ns))
 
 
 def _assign(array: Array[int], values: list[int]) -> Array[int]:

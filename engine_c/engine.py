@@ -238,7 +238,7 @@ class Session(_User):
         if len(batch.counts) != len(batch.experts) or len(batch.row_of_pair) != 4 * pairs or len(batch.weights) not in (0, 4 * pairs):
             raise EngineError(lib.COLIBRI_EINVAL, f"counts, rows or weights do not fit {len(batch.experts)} experts with {pairs} pairs")
         experts, counts = ffi.new("int32_t[]", batch.experts), ffi.new("int32_t[]", batch.counts)
-        rows, numbers = ffi.from_buffer(batch.rows), ffi.from_buffer("int32_t[]", batch.row_of_pair)
+        rows, numbers = ffi.from_buffer("char[]", batch.rows), ffi.from_buffer("int32_t[]", batch.row_of_pair)
         weights = ffi.from_buffer("float[]", batch.weights) if batch.weights else ffi.NULL
         sizes = batch.layer, ROWS_KINDS[kind], len(batch.experts), batch.n_rows
         work = ffi.new("colibri_expert_work *", (*sizes, experts, counts, rows, len(batch.rows), numbers, weights))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from engine_c._engine import ffi, lib
 
 if TYPE_CHECKING:
-    from engine_c._engine import Pointer
+    from engine_c._engine import Error, Pointer
 
 RowsKind = Literal["prepared", "f32", "bf16"]
 ROWS_KINDS: dict[RowsKind, int] = {"prepared": 0, "f32": 1, "bf16": 2}
@@ -55,7 +55,7 @@ class Remote(Protocol):
 class RemoteExperts:
     """One layer of a step that waits. Valid until `receive` returns."""
 
-    def __init__(self, session: Pointer, error: Pointer, check: Check, row_bytes: Sequence[int]) -> None:
+    def __init__(self, session: Pointer, error: Error, check: Check, row_bytes: Sequence[int]) -> None:
         state = ffi.new("colibri_remote *")
         check(lib.colibri_remote_state(session, state))
         self.layer: int = state.layer
@@ -76,7 +76,8 @@ class RemoteExperts:
         row_of_pair = bytearray(4 * pairs)
         weights = bytearray(4 * pairs if self._weighs_input else 0)
         n_rows = ffi.new("int32_t *")
-        into = ffi.from_buffer(rows), ffi.from_buffer("int32_t[]", row_of_pair), ffi.from_buffer("float[]", weights) if weights else ffi.NULL
+        weigh = ffi.from_buffer("float[]", weights) if weights else ffi.NULL
+        into = ffi.from_buffer("char[]", rows), ffi.from_buffer("int32_t[]", row_of_pair), weigh
         self._check(lib.colibri_remote_pack(self._session, list(experts), len(experts), *into, n_rows, self._error))
         used = memoryview(rows)[: n_rows[0] * self._row_bytes]
         return ExpertBatch(self.layer, tuple(experts), counts, bytes(used), n_rows[0], bytes(row_of_pair), bytes(weights))

@@ -15,6 +15,7 @@ KV_BLOCK = 16
 MAX_TOP_LOGPROBS = 20
 
 STATUS_NAMES = {
+    1: "NEEDS_REMOTE",
     0: "OK", -1: "EINVAL", -2: "EIO", -3: "EFORMAT", -4: "ENOMEM", -5: "EUNSUPPORTED", -6: "ENUMERIC", -7: "ENOLANES", -8: "ESTATE",
 }
 LANE_EMPTY, LANE_READY, LANE_ACTIVE, LANE_LEAVING, LANE_DEAD = range(5)
@@ -172,12 +173,10 @@ class StepStats:
     lanes_lost: int
     tasks_homed: int
     tasks_local: int
+    remote_layers: int  # handed out,
+    remote_ns: int  # and how long the step then waited
     op_ns: tuple[int, ...]
     """By operation, in the order of OPERATIONS."""
-    remote_layers: int = 0
-    """Layers that were handed out,"""
-    remote_ns: int = 0
-    """and how long the step then waited."""
 
 
 PathLike = str | os.PathLike[str]

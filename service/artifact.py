@@ -87,6 +87,7 @@ def _read(path: Path, file: BinaryIO) -> Artifact:
     descriptor = _read_descriptor(path, file)
     blobs = descriptor.get("blobs", {})
     provenance = descriptor.get("provenance", {})
+    router = descriptor.get("router")
     if not isinstance(blobs, Mapping) or not isinstance(provenance, Mapping):
         raise ArtifactError(f"{path}: the descriptor's blobs or provenance are no objects")
     template = _read_blob(path, file, blobs, "chat_template")
@@ -99,7 +100,7 @@ def _read(path: Path, file: BinaryIO) -> Artifact:
         tokenizer=_read_blob(path, file, blobs, "tokenizer.json"),
         chat_template=None if template is None else template.decode(),
         routed_layers=_read_routed_layers(descriptor.get("tensors", ())),
-        weighs_input=(descriptor.get("router") or {}).get("apply_at") == "input",
+        weighs_input=isinstance(router, Mapping) and router.get("apply_at") == "input",
     )
 
 

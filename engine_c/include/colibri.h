@@ -393,7 +393,7 @@ typedef struct colibri_remote {
 COLIBRI_API int colibri_remote_state(const colibri_session *session, colibri_remote *out);
 /* Bytes of a prepared row of a layer: what its experts read (docs/container.md). 0 if there is no such layer. Any thread. */
 COLIBRI_API int64_t colibri_prepared_bytes(const colibri_session *session, int32_t layer);
-/* The mini-batches of n experts: their distinct prepared rows into rows, *n_rows of them (at most the step's, at most one a pair), and for each pair, expert
+/* The mini-batches of n experts: their distinct prepared rows, ascending, into rows, *n_rows of them (at most the step's, at most one a pair), and for each pair, expert
  * by expert, the index of its row. weights: the pairs' weights, for models that apply them to what an expert reads; NULL: not wanted.
  * COLIBRI_ESTATE; COLIBRI_EINVAL for an expert that is not wanted. */
 COLIBRI_API int colibri_remote_pack(colibri_session *session, const int32_t *experts, int32_t n, void *rows, int32_t *row_of_pair, float *weights,

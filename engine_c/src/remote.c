@@ -94,13 +94,15 @@ int colibri_remote_pack(colibri_session *s, const int32_t *experts, int32_t n, v
   int32_t *number = s->row_numbers, count = 0;
   memset(number, 0xff, sizeof *number * (size_t)s->n_rows);
   for (int i = 0; i < n; i++)
+    for (int pair = a->expert_first[experts[i]]; pair < a->expert_first[experts[i] + 1]; pair++) number[a->pair_row[pair]] = 0;
+  for (int row = 0; row < s->n_rows; row++) {
+    if (number[row] < 0) continue;
+    memcpy((char *)rows + (int64_t)count * bytes, a->act_hidden + (int64_t)row * a->dims.hidden_row_bytes, (size_t)bytes);
+    number[row] = count++;
+  }
+  for (int i = 0; i < n; i++)
     for (int pair = a->expert_first[experts[i]]; pair < a->expert_first[experts[i] + 1]; pair++) {
-      int row = a->pair_row[pair];
-      if (number[row] < 0) {
-        number[row] = count;
-        memcpy((char *)rows + (int64_t)count++ * bytes, a->act_hidden + (int64_t)row * a->dims.hidden_row_bytes, (size_t)bytes);
-      }
-      *row_of_pair++ = number[row];
+      *row_of_pair++ = number[a->pair_row[pair]];
       if (weights) *weights++ = a->pair_weight[pair];
     }
   *n_rows = count;

@@ -36,7 +36,7 @@ def up(
     address: Annotated[str, typer.Option(help="Of the cluster; auto: the one of this machine.")] = "auto",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Of the first node; the others' follow.")] = 50061,
     cpus: Annotated[float, typer.Option(min=0, help="CPUs each takes in Ray's books.")] = 1.0,
-    node_option: Annotated[list[str] | None, typer.Option(help="A further option of `colibri node`, such as --lanes=4; repeat it.")] = None,
+    node_option: Annotated[list[str] | None, typer.Option(help="For `colibri node`, such as --insecure; repeat it.")] = None,
     write: Annotated[Path | None, typer.Option(help="File to keep the nodes' addresses in, as `colibri serve --nodes` takes them.")] = None,
 ) -> None:
     """Prints the addresses, and again when they change."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ops.commands.common import console, human_bytes
 from ops.commands.operate import Ca, Cert, Json, Key, ModelOption, Operator, numbers, print_json, print_workers, target
+
+if TYPE_CHECKING:
+    from colibri.v1 import operator_pb2 as pb
 
 _PATIENCE = 300.0  # seconds: the server ends what takes too long by itself, much sooner
 
@@ -126,3 +129,24 @@ def topology(as_json: Json = False, operator: Operator = "", cert: Cert = "", ke
             out.print(f"  node {shard.node}: {human_bytes(shard.bytes)}{found}, {human_bytes(shard.huge_bytes)} on huge pages")
         for refused in placement.degraded:
             out.print(f"  degraded: {refused}", markup=False)
+    for remote in response.remote_nodes:
+        out.print(remote_line(remote), markup=False)
+
+
+def remote_line(node: pb.RemoteNode) -> str:
+    """A node on another machine: what it holds and does, or why it does nothing."""
+    state = node_state(node.state)
+    head = f"node {node.name or '(unnamed)'} at {node.address}, for {node.model}: {state} for {node.in_state_seconds:.0f} s"
+    if state != "ready":
+        return f"{head}{': ' if node.reason else ''}{node.reason}"
+    experts = sum(len(share.experts) for share in node.shares)
+    mean = f", {node.round_trip_ms / node.batches:.2f} ms a batch" if node.batches else ""
+    held = f"{experts} experts, {human_bytes(node.share_bytes)}"
+    return f"{head}; {held}; {node.lanes} lanes ({node.isa}); {node.batches} batches, {node.rows} rows{mean}; lost {node.losses} times"
+
+
+def node_state(state: int) -> str:
+    """In words."""
+    from colibri.v1 import operator_pb2 as pb
+
+    return pb.RemoteNodeState.Name(state).removeprefix("REMOTE_NODE_STATE_").lower()

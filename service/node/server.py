@@ -65,8 +65,9 @@ class NodeServer:
             watchers = undo.enter_context(ThreadPoolExecutor(2, thread_name_prefix="health"))
             statuses = health.HealthServicer(experimental_non_blocking=True, experimental_thread_pool=watchers)
             server = grpc.server(pool, options=channel_options(self.config.max_message_bytes))
-            node_pb2_grpc.add_NodeServicer_to_server(NodeCalls(agent), server)
-            experts_pb2_grpc.add_ExpertsServicer_to_server(calls, server)
+            # The stubs' types describe servicers of asyncio servers only.
+            node_pb2_grpc.add_NodeServicer_to_server(NodeCalls(agent), server)  # type: ignore[arg-type]
+            experts_pb2_grpc.add_ExpertsServicer_to_server(calls, server)  # type: ignore[arg-type]
             health_pb2_grpc.add_HealthServicer_to_server(statuses, server)
             reflection.enable_server_reflection(_SERVICES, server)
             self._bind(server)

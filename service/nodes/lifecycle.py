@@ -45,20 +45,21 @@ class Life:
     state: State = State.CONNECTING
     reason: str = ""  # of REFUSED and LOST, a sentence
     losses: int = 0  # times it was lost after it had been ready
+    _last: State = State.CONNECTING  # what came of it before it was tried again
     _pause: float = FIRST_PAUSE
 
     def move(self, target: State, now: float, reason: str = "") -> bool:
-        """Changes state; False if state and reason are as they were the time before, so that nobody need be told again."""
+        """Changes state; False if nobody need be told: it is lost still, in whatever words, or refused for the same reason as before."""
         if target not in TRANSITIONS[self.state]:
             raise IllegalTransition(f"{self.state.value} -> {target.value}")
         if target is State.LOST and self.state in (State.READY, State.DRAINING):
             self.losses += 1
             self._pause = FIRST_PAUSE
-        if target is State.CONNECTING:  # what was said of it last is not news if it comes out again
-            self.state, self.since = target, now
+        if target is State.CONNECTING:
+            self._last, self.state, self.since = self.state, target, now
             return False
-        news = target is State.READY or reason != self.reason
-        self.state, self.since, self.reason = target, now, reason
+        news = target is not self._last or (target is not State.LOST and reason != self.reason)
+        self._last, self.state, self.since, self.reason = target, target, now, reason
         return news
 
     def pause(self) -> float:

@@ -110,6 +110,9 @@ def test_tokens_stay_as_they_are_beside_a_flood_of_calls(server: Serving, stub: 
 
 
 def test_a_server_that_keeps_no_experts_by_themselves_says_how_to(tiny_model: Path) -> None:
-    with serving(tiny_model) as other, grpc.insecure_channel(other.target) as channel:
-        with pytest.raises(grpc.RpcError, match="--experts-api"):
-            experts_pb2_grpc.ExpertsStub(channel).Forward(request(rows(other, 1)), timeout=PATIENCE)
+    with (
+        serving(tiny_model) as other,
+        grpc.insecure_channel(other.target) as channel,
+        pytest.raises(grpc.RpcError, match="--experts-api"),
+    ):
+        experts_pb2_grpc.ExpertsStub(channel).Forward(request(rows(other, 1)), timeout=PATIENCE)

@@ -46,8 +46,17 @@ class Elsewhere:
             raise RemoteLost("the cable is cut")
         for batch in self.sent:
             if batch.experts:
+                check_pairs(batch)
                 call.put(batch.experts, self.node.run_experts(batch))
         call.compute(sorted(call.missing))
+
+
+def check_pairs(batch: ExpertBatch) -> None:
+    """Each expert's rows ascend, and every row is somebody's."""
+    rows = np.frombuffer(batch.row_of_pair, np.int32)
+    assert set(rows.tolist()) == set(range(batch.n_rows))
+    for own in np.split(rows, np.cumsum(batch.counts)[:-1]):
+        assert (np.diff(own) > 0).all()
 
 
 def run(session: Session, elsewhere: Elsewhere | None = None) -> list[Logits]:

@@ -20,7 +20,7 @@ class Flying(RuleBasedStateMachine):
 
     @initialize(row=ROW, counts=st.dictionaries(st.integers(0, EXPERTS - 1), st.integers(1, 9), min_size=1))
     def begin(self, row: list[tuple[int, ...]], counts: dict[int, int]) -> None:
-        self.row, self.now, self.came = row, 0.0, {expert: 0 for expert in counts}
+        self.row, self.now, self.came = row, 0.0, dict.fromkeys(counts, 0)
         self.lost: set[int] = set()
         self.flight = Flight(counts, lambda: self.row, itertools.count(100), lambda pairs: 2.0 + pairs, hedge=1.0)
         self.asked: list[Sent] = self.flight.start(0.0)
@@ -151,3 +151,13 @@ def test_a_reason_is_news_once() -> None:
     assert news == [True, False, True]
     with pytest.raises(IllegalTransition):
         life.move(State.CONNECTING, 1.0)
+
+
+def test_a_node_that_stays_away_is_news_once_in_whatever_words() -> None:
+    life = Life(0.0)
+    news = []
+    for reason in ("connection refused", "it did not answer in time"):
+        news.append(life.move(State.LOST, 1.0, reason))
+        life.move(State.CONNECTING, 1.0)
+    life.move(State.READY, 2.0)
+    assert [*news, life.move(State.LOST, 3.0, "connection refused")] == [True, False, True]
