@@ -66,7 +66,6 @@ class NodeRemote:
 
     # ------------------------------------------------------------ between steps
 
-    @property
     def missing(self) -> str:
         """What keeps steps from being done, in a sentence; "" if nothing does. Any thread."""
         table = self._pool.table
