@@ -39,6 +39,7 @@ class Agent:
         self.config = config
         self.model_name = read_artifact(config.model).name
         self.layout, self.digest = _read(config)
+        self.experts_of = tuple(len(layer) for layer in self.layout.layers)
         self.instance = secrets.token_hex(8)
         self.draining = False
         self.not_held = 0  # pairs computed of experts that are not held
@@ -49,16 +50,16 @@ class Agent:
         self._computing = threading.Lock()
         self.team = Team.open(config.model, _team_config(config, self._held))
 
-    def compute(self, work: Work) -> tuple[bytes, int, int]:
+    def compute(self, work: Work) -> tuple[bytes | bytearray, int, int]:
         """The answer to a batch, nanoseconds it took, and those it waited for others before. EngineError."""
         asked = time.perf_counter_ns()
         with self._computing:
             begun = time.perf_counter_ns()
             session, top_k = self.team.session, self.team.model.info.top_k
             pieces = work.pieces(self.config.max_rows, top_k)
-            outputs = b"".join([session.run_experts(piece, kind=work.kind) for piece in pieces])
+            outputs = [session.run_experts(piece, kind=work.kind) for piece in pieces]
             self._count(work)
-            answer = work.combine(outputs, self.team.model.info.hidden)
+            answer = work.combine(outputs[0] if len(outputs) == 1 else b"".join(outputs), self.team.model.info.hidden)
             return answer, time.perf_counter_ns() - begun, begun - asked
 
     def _count(self, work: Work) -> None:
@@ -141,9 +142,7 @@ def _read(config: NodeConfig) -> tuple[Layout, str]:
 def _team_config(config: NodeConfig, held: Mapping[int, tuple[int, ...]]) -> TeamConfig:
     """A session without room for sequences. Nothing of the backbone is kept: no expert needs it."""
     experts = frozenset((layer, expert) for layer, own in held.items() for expert in own)
-    options = SessionOptions(
-        max_rows=config.max_rows, max_seqs=1, max_logit_rows=1, kv_blocks=1, split_down=1, hang_ms=config.hang_ms
-    )
+    options = SessionOptions(max_rows=config.max_rows, max_seqs=1, max_logit_rows=1, kv_blocks=1, split_down=1, hang_ms=config.hang_ms)
     return TeamConfig(
         load_mode=config.load,
         placement="none",

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import grpc
 from google.rpc.code_pb2 import Code
@@ -22,9 +22,13 @@ from service.errors import DOMAIN, Refusal
 from service.node.agent import PROTOCOL, Agent, AssignError
 from service.node.batches import BatchError, check
 from service.node.metrics import NodeMetrics
+from service.wire import enclose
 
 log = logging.getLogger("colibri.node")
 
+_SERVICE = pb.DESCRIPTOR.services_by_name["Experts"].full_name
+_RESULT = pb.ExecuteResponse.DESCRIPTOR.fields_by_name["result"].number
+_DATA = pb.ExpertResult.DESCRIPTOR.fields_by_name["data"].number
 _CODES = {"EINVAL": Code.INVALID_ARGUMENT, "ENOLANES": Code.UNAVAILABLE, "ENOMEM": Code.RESOURCE_EXHAUSTED}
 
 
@@ -87,8 +91,8 @@ class ExpertCalls:
         """Not here."""
         refuse(context, "UNIMPLEMENTED", "NODE", "a node computes experts by Execute only; ask a server")
 
-    def Execute(self, requests: Iterator[pb.ExecuteRequest], context: grpc.ServicerContext) -> Iterator[pb.ExecuteResponse]:
-        """One stream, from its opening to its end."""
+    def Execute(self, requests: Iterator[pb.ExecuteRequest], context: grpc.ServicerContext) -> Iterator[bytes]:
+        """One stream, from its opening to its end. Answers are encoded."""
         with self._lock:
             taken = self.streams < self._agent.config.max_streams
             self.streams += taken
@@ -96,7 +100,7 @@ class ExpertCalls:
             refuse(context, "RESOURCE_EXHAUSTED", "TOO_MANY_STREAMS", f"{self._agent.config.max_streams} streams are open already")
         try:
             opening = self._open(next(requests, pb.ExecuteRequest()), context)
-            yield pb.ExecuteResponse(opened=self._agent.describe())
+            yield pb.ExecuteResponse(opened=self._agent.describe()).SerializeToString()
             prepared = bool(opening.protocol and opening.model_digest)
             for request in requests:
                 if request.WhichOneof("kind") != "batch":
@@ -124,11 +128,12 @@ class ExpertCalls:
         log.info("%s has opened a stream", caller)
         return opening
 
-    def _answer(self, message: pb.ExpertBatch, *, prepared: bool) -> pb.ExecuteResponse:
+    def _answer(self, message: pb.ExpertBatch, *, prepared: bool) -> bytes:
         self._last = time.monotonic()
         agent = self._agent
         try:
-            work = check(message, agent.team.model.info, largest=agent.config.max_message_bytes, prepared=prepared)
+            hidden, largest = agent.team.model.info.hidden, agent.config.max_message_bytes
+            work = check(message, hidden=hidden, experts_of=agent.experts_of, largest=largest, prepared=prepared)
             data, compute_ns, queue_ns = agent.compute(work)
         except BatchError as error:
             return self._failed(message.id, Code.INVALID_ARGUMENT, str(error))
@@ -137,8 +142,19 @@ class ExpertCalls:
         finally:
             self._last = time.monotonic()
         self._metrics.computed(pairs=sum(message.counts), seconds=compute_ns / 1e9, waited=queue_ns / 1e9)
-        return pb.ExecuteResponse(result=pb.ExpertResult(id=message.id, data=data, compute_ns=compute_ns, queue_ns=queue_ns))
+        return enclose(_RESULT, pb.ExpertResult(id=message.id, compute_ns=compute_ns, queue_ns=queue_ns), _DATA, data)
 
-    def _failed(self, number: int, code: int, sentence: str) -> pb.ExecuteResponse:
+    def _failed(self, number: int, code: int, sentence: str) -> bytes:
         self._metrics.failed(Code.Name(code))
-        return pb.ExecuteResponse(failed=pb.BatchFailure(id=number, code=code, message=sentence))
+        return pb.ExecuteResponse(failed=pb.BatchFailure(id=number, code=code, message=sentence)).SerializeToString()
+
+
+def add_expert_calls(server: grpc.Server, calls: ExpertCalls) -> None:
+    """Registers the service as the generated code does, but that the answers of Execute are bytes already."""
+    unary, streaming = grpc.unary_unary_rpc_method_handler, grpc.stream_stream_rpc_method_handler
+    handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+        "Route": unary(calls.Route, pb.RouteRequest.FromString, pb.RouteResponse.SerializeToString),
+        "Forward": unary(calls.Forward, pb.ForwardRequest.FromString, pb.ForwardResponse.SerializeToString),
+        "Execute": streaming(calls.Execute, pb.ExecuteRequest.FromString, None),
+    }
+    server.add_registered_method_handlers(_SERVICE, handlers)
