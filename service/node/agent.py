@@ -6,7 +6,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib.metadata import version
 
 from colibri.v1 import node_pb2
@@ -15,7 +15,7 @@ from service.artifact import read_artifact
 from service.config import ConfigError
 from service.node.batches import Work
 from service.node.config import NodeConfig
-from workers.keeping import Keep, kept_ranges
+from workers.keeping import Keep, Range, kept_ranges, left_out
 from workers.layout import Layout, LayoutError, read_digest, read_layout
 from workers.mapping import MADV_POPULATE_READ, PAGE, advise, mapped
 from workers.slot import SupervisorConfig
@@ -67,20 +67,23 @@ class Agent:
         self.not_held += sum(count for expert, count in zip(work.batch.experts, work.batch.counts, strict=True) if expert not in held)
 
     def assign(self, shares: Mapping[int, tuple[int, ...]]) -> None:
-        """Holds these experts from now on: what is new is read into memory first. What is no longer held stays in the page cache until the
-        kernel needs the room. AssignError."""
+        """Holds these experts from now on. What is new is read into memory first; what is no longer held is given up then. AssignError."""
         wanted = {layer: experts for layer, experts in sorted(shares.items()) if experts}
         with self._changing:
-            new = {(layer, expert) for layer, experts in wanted.items() for expert in set(experts) - set(self._held.get(layer, ()))}
-            self._populate(new)
+            before, after = self._ranges(self._held), self._ranges(wanted)
+            self._populate(left_out(after, before))
             self._held = wanted
+            self.team.give_up(left_out(before, after))
 
-    def _populate(self, experts: set[tuple[int, int]]) -> None:
-        """An assignable node maps the file: who reads its pages once has them for the workers too."""
+    def _ranges(self, held: Mapping[int, tuple[int, ...]]) -> tuple[Range, ...]:
+        experts = frozenset((layer, expert) for layer, own in held.items() for expert in own)
         try:
-            ranges = kept_ranges(self.layout, Keep(frozenset(experts), backbone=False))
+            return kept_ranges(self.layout, Keep(experts, backbone=False))
         except LayoutError as error:
             raise AssignError(str(error)) from error
+
+    def _populate(self, ranges: Iterable[Range]) -> None:
+        """An assignable node maps the file: who reads its pages once has them for the workers too."""
         fd = os.open(self.config.model, os.O_RDONLY | os.O_CLOEXEC)
         try:
             for begin, end in ranges:

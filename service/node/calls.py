@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NoReturn
 
@@ -68,6 +69,15 @@ class NodeCalls:
         return agent.describe()
 
 
+@dataclass(slots=True)
+class Stream:
+    """One front end's. prepared: whether it may send such rows."""
+
+    caller: str
+    prepared: bool
+    complained: bool = False  # the log has its first failure; metrics count the others
+
+
 class ExpertCalls:
     """colibri.v1.Experts, of which a node does Execute."""
 
@@ -99,18 +109,17 @@ class ExpertCalls:
         if not taken:
             refuse(context, "RESOURCE_EXHAUSTED", "TOO_MANY_STREAMS", f"{self._agent.config.max_streams} streams are open already")
         try:
-            opening = self._open(next(requests, pb.ExecuteRequest()), context)
+            stream = self._open(next(requests, pb.ExecuteRequest()), context)
             yield pb.ExecuteResponse(opened=self._agent.describe()).SerializeToString()
-            prepared = bool(opening.protocol and opening.model_digest)
             for request in requests:
                 if request.WhichOneof("kind") != "batch":
                     refuse(context, "INVALID_ARGUMENT", "BAD_STREAM", "only batches may follow the message that opens the stream")
-                yield self._answer(request.batch, prepared=prepared)
+                yield self._answer(request.batch, stream)
         finally:
             with self._lock:
                 self.streams -= 1
 
-    def _open(self, request: pb.ExecuteRequest, context: grpc.ServicerContext) -> pb.OpenStream:
+    def _open(self, request: pb.ExecuteRequest, context: grpc.ServicerContext) -> Stream:
         if request.WhichOneof("kind") != "open":
             refuse(context, "INVALID_ARGUMENT", "BAD_STREAM", "the first message must open the stream")
         opening, agent = request.open, self._agent
@@ -125,26 +134,31 @@ class ExpertCalls:
             sentence = f"the caller's model has digest {opening.model_digest[:64]}, this node's {agent.digest}: give both the same file"
             log.warning("refused %s: %s", caller, sentence)
             refuse(context, "FAILED_PRECONDITION", "MODEL_DIFFERS", sentence)
+        if opening.model not in ("", agent.model_name):
+            refuse(context, "NOT_FOUND", "NO_SUCH_MODEL", f"there is no model {opening.model[:64]!r} here, only {agent.model_name}")
         log.info("%s has opened a stream", caller)
-        return opening
+        return Stream(caller, bool(opening.protocol and opening.model_digest))
 
-    def _answer(self, message: pb.ExpertBatch, *, prepared: bool) -> bytes:
+    def _answer(self, message: pb.ExpertBatch, stream: Stream) -> bytes:
         self._last = time.monotonic()
         agent = self._agent
         try:
             hidden, largest = agent.team.model.info.hidden, agent.config.max_message_bytes
-            work = check(message, hidden=hidden, experts_of=agent.experts_of, largest=largest, prepared=prepared)
+            work = check(message, hidden=hidden, experts_of=agent.experts_of, largest=largest, prepared=stream.prepared)
             data, compute_ns, queue_ns = agent.compute(work)
         except BatchError as error:
-            return self._failed(message.id, Code.INVALID_ARGUMENT, str(error))
+            return self._failed(stream, message.id, Code.INVALID_ARGUMENT, str(error))
         except EngineError as error:
-            return self._failed(message.id, _CODES.get(error.name, Code.INTERNAL), str(error))
+            return self._failed(stream, message.id, _CODES.get(error.name, Code.INTERNAL), str(error))
         finally:
             self._last = time.monotonic()
         self._metrics.computed(pairs=sum(message.counts), seconds=compute_ns / 1e9, waited=queue_ns / 1e9)
         return enclose(_RESULT, pb.ExpertResult(id=message.id, compute_ns=compute_ns, queue_ns=queue_ns), _DATA, data)
 
-    def _failed(self, number: int, code: int, sentence: str) -> bytes:
+    def _failed(self, stream: Stream, number: int, code: int, sentence: str) -> bytes:
+        if not stream.complained:
+            log.warning("a batch of %s failed: %s", stream.caller, sentence)
+        stream.complained = True
         self._metrics.failed(Code.Name(code))
         return pb.ExecuteResponse(failed=pb.BatchFailure(id=number, code=code, message=sentence)).SerializeToString()
 
