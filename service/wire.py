@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 _BYTES = 2  # wire type of what has a length
 
 
-def enclose(outer: int, message: Message, field: int, data: bytes | bytearray) -> bytes:
+def enclose(outer: int, message: Message, field: int, data: bytes | bytearray | memoryview) -> bytes:
     """The encoding of a message whose field number `outer` is `message` with `data` as its field number `field`, which is not set in it."""
     if not data:
         inner = message.SerializeToString()

@@ -144,7 +144,8 @@ def test_without_a_node_the_file_stands_in_until_it_is_back(thirds: Thirds, expe
         wait_ready(front, "n1", "n2", "n3")
         nodes = front.server.default.nodes
         assert nodes is not None
-        assert nodes.remote.totals.fallback_pairs > 0
+        if how == signal.SIGSTOP:  # one that is dead may be missed before a step asks it for anything
+            assert nodes.remote.totals.fallback_pairs > 0
         before = nodes.remote.totals.fallback_pairs
         assert told(front.target) == expected
         assert nodes.remote.totals.fallback_pairs == before
