@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NoReturn
+from urllib.parse import unquote
 
 import grpc
 from google.rpc.code_pb2 import Code
@@ -123,7 +124,8 @@ class ExpertCalls:
         if request.WhichOneof("kind") != "open":
             refuse(context, "INVALID_ARGUMENT", "BAD_STREAM", "the first message must open the stream")
         opening, agent = request.open, self._agent
-        caller = f"{opening.front_end or 'a caller'} ({opening.version or 'no version'})"
+        peer = unquote(context.peer()).partition(":")[2]  # without the kind of address
+        caller = f"{opening.front_end or 'a caller'} ({opening.version or 'no version'}) at {peer}"
         if agent.draining:
             refuse(context, "UNAVAILABLE", "DRAINING", "this node is draining: it takes no more streams")
         if opening.protocol not in (0, PROTOCOL):
