@@ -63,7 +63,7 @@ class ServeConfig:
     nodes_key: str = ""  # its key, and
     nodes_ca: str = ""  # the authority that signs nodes' certificates; all PEM files
     nodes_server_name: str = ""  # name in the nodes' certificates; empty: the host in `nodes`
-    nodes_insecure: bool = False  # without the three files, nodes of other machines are reached unencrypted; those of this one always may be
+    nodes_insecure: bool = False  # without the three files, reach nodes of other machines unencrypted; those of this one always may be
     nodes_local_experts: LocalExperts = "none"  # "all": this process holds all experts in memory too, and does its part of them
     nodes_fallback: Fallback = "file"  # experts that no node holds: computed here from the model "file", or waited for ("off")
     nodes_timeout_ms: int = 2000  # a node that has not answered for so long is given up until it can be reached anew

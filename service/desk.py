@@ -24,7 +24,7 @@ class Desk:
         self._calls = 0
         self.tokens = 0  # generated so far
         self.unable = ""  # why nothing will be computed for long; "": it will
-        self.nodes_lost = False  # whether that is for want of nodes, not of workers
+        self.nodes_lost: Callable[[], str] | None = None  # what nodes lack at this moment, if that is why
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -61,8 +61,10 @@ class Desk:
     @contextmanager
     def stream(self, request: Request) -> Iterator[Stream]:
         """Submits a request (or raises the Fault that says why not); whatever ends the block, nothing of it is computed afterwards."""
-        if self.unable:
-            raise (NodesLost if self.nodes_lost else WorkersLost)(ran=False, sentence=self.unable)
+        if self.unable and self.nodes_lost is None:
+            raise WorkersLost(ran=False, sentence=self.unable)
+        if self.unable and self.nodes_lost is not None and (lacking := self.nodes_lost()):
+            raise NodesLost(ran=False, sentence=lacking)
         stream = Stream(request, limit=self._limit, patience=self._patience, on_overflow=self._engine.abort)
         self._engine.submit(request)
         self._streams[request.id] = stream

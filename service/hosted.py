@@ -184,9 +184,9 @@ class Hosted:
 
     def look(self, now: float) -> bool:
         """Whether a request sent now would be computed. If none would be for long, the desk refuses new ones from here on."""
-        missing = "" if self.nodes is None else self.nodes.remote.missing
+        missing = "" if self.nodes is None else self.nodes.remote.missing()
         computes = self._anyone_computes() and not missing
-        self.desk.nodes_lost = bool(missing)
+        self.desk.nodes_lost = self.nodes.remote.missing if self.nodes is not None and missing else None
         if computes:
             self._gone_since, self.desk.unable = None, ""
         else:

@@ -47,6 +47,21 @@ def kept_ranges(layout: Layout, keep: Keep) -> tuple[Range, ...]:
     return _merged((begin // PAGE * PAGE, min(-(-end // PAGE) * PAGE, layout.size)) for begin, end in own)
 
 
+def left_out(ranges: Iterable[Range], kept: Iterable[Range]) -> tuple[Range, ...]:
+    """What of some ranges is not in others; both ascend."""
+    left: list[Range] = []
+    kept = tuple(kept)
+    for begin, end in ranges:
+        for other, behind in kept:
+            if begin < other < end:
+                left.append((begin, other))
+            if other < end and begin < behind:
+                begin = behind
+        if begin < end:
+            left.append((begin, end))
+    return tuple(left)
+
+
 def _bytes_of(expert: Expert) -> Range:
     return expert.gate_up.offset, expert.down.end
 

@@ -85,15 +85,15 @@ def write_table(parts: Sequence[Part]) -> int:
     return fd
 
 
-PART_RECORD = struct.Struct("<QQ")
-"""A part on its way to a worker: offset and bytes; its descriptor goes beside it."""
+PART_RECORD = struct.Struct("<iQQ")
+"""A part on its way to a worker: node, offset and bytes; its descriptor goes beside it."""
 
 
 def read_record(data: bytes, descriptor: bytes) -> Part:
     """A part that came over a control socket, with the descriptor it came with, which is the receiver's."""
-    offset, size = PART_RECORD.unpack(data)
+    node, offset, size = PART_RECORD.unpack(data)
     (fd,) = struct.unpack("=i", descriptor)
-    return Part(fd, -1, offset, size)
+    return Part(fd, node, offset, size)
 
 
 def read_table(fd: int) -> tuple[Part, ...]:

@@ -85,7 +85,7 @@ class WorkerProcess:
         """Tells it to map a part from there. Returns whether that could be said; a process that is dead or takes nothing in is dealt with
         elsewhere."""
         try:
-            socket.send_fds(self.control, [PART_RECORD.pack(part.offset, part.bytes)], [part.fd])
+            socket.send_fds(self.control, [PART_RECORD.pack(part.node, part.offset, part.bytes)], [part.fd])
         except OSError:
             return False
         return True

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Literal, Self
 
-from engine_c import Model, Session, SessionOptions, session_bytes
+from engine_c import Model, Part, Session, SessionOptions, session_bytes
 from workers import numa
 from workers.automatic import Automatic, Keeper
 from workers.balance import MIN_GAIN
@@ -16,7 +17,7 @@ from workers.keeping import Keep
 from workers.kv_memory import KvMemory
 from workers.placement import Placement, PlacementPlan
 from workers.plan import FrontLane, NodeWish, PlanError, TeamPlan, plan_kv_blocks, plan_team
-from workers.rebalancing import BalanceReport, ExpertPlaces, Loads, Rebalancer
+from workers.rebalancing import FOLLOW_S, BalanceReport, ExpertPlaces, Loads, Rebalancer
 from workers.scaling import ScaleError, Scaling
 from workers.segments import LoadMode, ModelImage, PlacementReport, open_image
 from workers.supervisor import Supervisor, SupervisorConfig, SupervisorSnapshot
@@ -205,6 +206,19 @@ class Team:
     def stop_moving(self) -> None:
         """Lets experts lie where they do from now on: a rebalancing that is under way ends soon, which is waited for. From any thread."""
         self._rebalancer.close()
+
+    def give_up(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Unmaps pages, from byte to byte, of a model that is mapped from its file, in every process, and lets the kernel have them. Who
+        reads them all the same gets them from the file. Does nothing of copies. While the session steps, from any thread."""
+        if self.image.mode != "map":
+            return
+        (fd,) = self.image.fds
+        parts = [Part(fd, -1, begin, end - begin) for begin, end in ranges]
+        for node in sorted({spec.node for spec in self.plan.workers}):
+            self.supervisor.remap(node, lambda: parts, FOLLOW_S)
+        for part in parts:
+            self.model.remap(part)
+            os.posix_fadvise(fd, part.offset, part.bytes, os.POSIX_FADV_DONTNEED)
 
     def _counts(self) -> list[list[float]]:
         counts: list[list[float]] = self.session.expert_counts().astype(float).tolist()

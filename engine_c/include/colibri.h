@@ -139,8 +139,9 @@ COLIBRI_API int colibri_model_open_parts(const colibri_part *parts, int32_t n, c
  * than 64 nodes. */
 COLIBRI_API int colibri_model_place(colibri_model *model, int32_t layer, int32_t expert, const int32_t *nodes, int32_t n, colibri_error *err);
 /* Maps the bytes of a part from another descriptor, in place of what they were mapped from, in this process only. It must hold the same bytes: then threads
- * may read them meanwhile. The pages are mapped before the exchange, which is one system call. part->node is not looked at. Any thread. On an error
- * everything is as it was: COLIBRI_EINVAL, COLIBRI_EIO, COLIBRI_EFORMAT, COLIBRI_ENOMEM. */
+ * may read them meanwhile. The pages are mapped before the exchange, which is one system call; those of a part on no node in particular (-1) when they
+ * are read, so that mapping a file anew gives up what was mapped of it. Any thread. On an error everything is as it was: COLIBRI_EINVAL, COLIBRI_EIO,
+ * COLIBRI_EFORMAT, COLIBRI_ENOMEM. */
 COLIBRI_API int colibri_model_remap(colibri_model *model, const colibri_part *part, colibri_error *err);
 /* Checks a container image in memory, header, descriptor and tensor table, without keeping anything (fuzz entry). */
 COLIBRI_API int colibri_model_check(const void *data, size_t size, colibri_error *err);

@@ -207,7 +207,8 @@ int colibri_model_remap(colibri_model *m, const colibri_part *p, colibri_error *
   char *base = reserve(room < HUGE_PAGE ? HUGE_PAGE : room);
   if (!base) return colibri_fail(err, COLIBRI_ENOMEM, "address space for %zu bytes: %s", bytes, strerror(errno));
   char *fresh = base + shift;
-  int ok = mmap(fresh, bytes, PROT_READ, MAP_SHARED | MAP_FIXED | MAP_POPULATE, p->fd, (off_t)p->offset) != MAP_FAILED;
+  int now = p->node < 0 ? 0 : MAP_POPULATE;
+  int ok = mmap(fresh, bytes, PROT_READ, MAP_SHARED | MAP_FIXED | now, p->fd, (off_t)p->offset) != MAP_FAILED;
   if (ok) {
     advise(fresh, bytes);
     ok = mremap(fresh, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED, target) != MAP_FAILED;

@@ -6,7 +6,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib.metadata import version
 
 from colibri.v1 import node_pb2
@@ -15,7 +15,7 @@ from service.artifact import read_artifact
 from service.config import ConfigError
 from service.node.batches import Work
 from service.node.config import NodeConfig
-from workers.keeping import Keep, kept_ranges
+from workers.keeping import Keep, Range, kept_ranges, left_out
 from workers.layout import Layout, LayoutError, read_digest, read_layout
 from workers.mapping import MADV_POPULATE_READ, PAGE, advise, mapped
 from workers.slot import SupervisorConfig
@@ -39,6 +39,7 @@ class Agent:
         self.config = config
         self.model_name = read_artifact(config.model).name
         self.layout, self.digest = _read(config)
+        self.experts_of = tuple(len(layer) for layer in self.layout.layers)
         self.instance = secrets.token_hex(8)
         self.draining = False
         self.not_held = 0  # pairs computed of experts that are not held
@@ -49,16 +50,16 @@ class Agent:
         self._computing = threading.Lock()
         self.team = Team.open(config.model, _team_config(config, self._held))
 
-    def compute(self, work: Work) -> tuple[bytes, int, int]:
+    def compute(self, work: Work) -> tuple[bytes | bytearray, int, int]:
         """The answer to a batch, nanoseconds it took, and those it waited for others before. EngineError."""
         asked = time.perf_counter_ns()
         with self._computing:
             begun = time.perf_counter_ns()
             session, top_k = self.team.session, self.team.model.info.top_k
             pieces = work.pieces(self.config.max_rows, top_k)
-            outputs = b"".join([session.run_experts(piece, kind=work.kind) for piece in pieces])
+            outputs = [session.run_experts(piece, kind=work.kind) for piece in pieces]
             self._count(work)
-            answer = work.combine(outputs, self.team.model.info.hidden)
+            answer = work.combine(outputs[0] if len(outputs) == 1 else b"".join(outputs), self.team.model.info.hidden)
             return answer, time.perf_counter_ns() - begun, begun - asked
 
     def _count(self, work: Work) -> None:
@@ -66,20 +67,23 @@ class Agent:
         self.not_held += sum(count for expert, count in zip(work.batch.experts, work.batch.counts, strict=True) if expert not in held)
 
     def assign(self, shares: Mapping[int, tuple[int, ...]]) -> None:
-        """Holds these experts from now on: what is new is read into memory first. What is no longer held stays in the page cache until the
-        kernel needs the room. AssignError."""
+        """Holds these experts from now on. What is new is read into memory first; what is no longer held is given up then. AssignError."""
         wanted = {layer: experts for layer, experts in sorted(shares.items()) if experts}
         with self._changing:
-            new = {(layer, expert) for layer, experts in wanted.items() for expert in set(experts) - set(self._held.get(layer, ()))}
-            self._populate(new)
+            before, after = self._ranges(self._held), self._ranges(wanted)
+            self._populate(left_out(after, before))
             self._held = wanted
+            self.team.give_up(left_out(before, after))
 
-    def _populate(self, experts: set[tuple[int, int]]) -> None:
-        """An assignable node maps the file: who reads its pages once has them for the workers too."""
+    def _ranges(self, held: Mapping[int, tuple[int, ...]]) -> tuple[Range, ...]:
+        experts = frozenset((layer, expert) for layer, own in held.items() for expert in own)
         try:
-            ranges = kept_ranges(self.layout, Keep(frozenset(experts), backbone=False))
+            return kept_ranges(self.layout, Keep(experts, backbone=False))
         except LayoutError as error:
             raise AssignError(str(error)) from error
+
+    def _populate(self, ranges: Iterable[Range]) -> None:
+        """An assignable node maps the file: who reads its pages once has them for the workers too."""
         fd = os.open(self.config.model, os.O_RDONLY | os.O_CLOEXEC)
         try:
             for begin, end in ranges:
@@ -141,9 +145,7 @@ def _read(config: NodeConfig) -> tuple[Layout, str]:
 def _team_config(config: NodeConfig, held: Mapping[int, tuple[int, ...]]) -> TeamConfig:
     """A session without room for sequences. Nothing of the backbone is kept: no expert needs it."""
     experts = frozenset((layer, expert) for layer, own in held.items() for expert in own)
-    options = SessionOptions(
-        max_rows=config.max_rows, max_seqs=1, max_logit_rows=1, kv_blocks=1, split_down=1, hang_ms=config.hang_ms
-    )
+    options = SessionOptions(max_rows=config.max_rows, max_seqs=1, max_logit_rows=1, kv_blocks=1, split_down=1, hang_ms=config.hang_ms)
     return TeamConfig(
         load_mode=config.load,
         placement="none",

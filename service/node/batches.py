@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from colibri.v1 import experts_pb2 as pb
-from engine_c import ModelInfo
 from engine_c.remote import ExpertBatch
 
 Kind = Literal["prepared", "f32", "bf16"]
@@ -58,7 +57,7 @@ class Work:
                 weights=weights[here].tobytes(),
             )
 
-    def combine(self, outputs: bytes, hidden: int) -> bytes:
+    def combine(self, outputs: bytes | bytearray, hidden: int) -> bytes | bytearray:
         """Each row's outputs times their weights, added up in ascending order of experts."""
         if self.weights is None:
             return outputs
@@ -72,36 +71,39 @@ class Work:
         return total.tobytes()
 
 
-def check(message: pb.ExpertBatch, info: ModelInfo, *, largest: int, prepared: bool) -> Work:
-    """What a message asks for. largest: bytes that an answer may have. prepared: whether rows may be. Raises BatchError."""
+def check(message: pb.ExpertBatch, *, hidden: int, experts_of: Sequence[int], largest: int, prepared: bool) -> Work:
+    """What a message asks for. experts_of: how many each layer has. largest: bytes that an answer may have. prepared: whether rows may be.
+    Raises BatchError."""
     experts, counts = tuple(message.experts), tuple(message.counts)
-    _check_experts(message.layer, experts, counts, info)
+    _check_experts(message.layer, experts, counts, experts_of)
     pairs = sum(counts)
-    if pairs * info.hidden * 4 > largest:
+    if pairs * hidden * 4 > largest:
         raise BatchError(f"counts: {pairs} pairs give an answer of more than {largest} bytes; ask for fewer at a time")
-    kind = _check_rows(message, info, prepared=prepared)
-    rows = _check_pairs(message, counts)
+    data, input_weights = message.data, message.input_weights  # each look at a field of bytes copies it
+    kind = _check_rows(message.dtype, message.rows, len(data), hidden, prepared=prepared)
+    row_of_pair = message.row_of_pair or _as_they_come(pairs, message.rows)
+    rows = _check_pairs(row_of_pair, counts, message.rows)
     weights = _floats("weights", message.weights, pairs)
-    _floats("input_weights", message.input_weights, pairs)
+    _floats("input_weights", input_weights, pairs)
     batch = ExpertBatch(
         layer=message.layer,
         experts=experts,
         counts=counts,
-        rows=message.data,
+        rows=data,
         n_rows=message.rows,
-        row_of_pair=rows.tobytes(),
-        weights=message.input_weights,
+        row_of_pair=row_of_pair,
+        weights=input_weights,
     )
     return Work(batch, kind, rows, weights)
 
 
-def _check_experts(layer: int, experts: tuple[int, ...], counts: tuple[int, ...], info: ModelInfo) -> None:
-    if layer >= info.layers:
-        raise BatchError(f"layer: there is no layer {layer}, the model has {info.layers}")
+def _check_experts(layer: int, experts: tuple[int, ...], counts: tuple[int, ...], experts_of: Sequence[int]) -> None:
+    if layer >= len(experts_of):
+        raise BatchError(f"layer: there is no layer {layer}, the model has {len(experts_of)}")
     if not experts:
         raise BatchError("experts: at least one is needed")
-    if max(experts) >= info.experts:
-        raise BatchError(f"experts: there is no expert {max(experts)}, the model has {info.experts} a layer")
+    if max(experts) >= experts_of[layer]:
+        raise BatchError(f"experts: there is no expert {max(experts)}, layer {layer} has {experts_of[layer]}")
     if any(a >= b for a, b in pairwise(experts)):
         raise BatchError("experts: they must ascend, each once")
     if len(counts) != len(experts):
@@ -110,36 +112,39 @@ def _check_experts(layer: int, experts: tuple[int, ...], counts: tuple[int, ...]
         raise BatchError("counts: each must be at least 1")
 
 
-def _check_rows(message: pb.ExpertBatch, info: ModelInfo, *, prepared: bool) -> Kind:
-    if message.dtype not in _KINDS:
-        raise BatchError(f"dtype: {message.dtype} is none of DATA_TYPE_F32, DATA_TYPE_BF16 and DATA_TYPE_PREPARED")
-    kind, size = _KINDS[message.dtype]
+def _check_rows(dtype: int, rows: int, length: int, hidden: int, *, prepared: bool) -> Kind:
+    if dtype not in _KINDS:
+        raise BatchError(f"dtype: {dtype} is none of DATA_TYPE_F32, DATA_TYPE_BF16 and DATA_TYPE_PREPARED")
+    kind, size = _KINDS[dtype]
     if kind == "prepared" and not prepared:
         raise BatchError("dtype: DATA_TYPE_PREPARED needs OpenStream.protocol and OpenStream.model_digest; send F32 or BF16")
-    if message.rows < 1:
+    if rows < 1:
         raise BatchError("rows: at least one is needed")
-    if size and len(message.data) != message.rows * info.hidden * size:
-        wanted = f"{message.rows} rows of {info.hidden} elements take {message.rows * info.hidden * size}"
-        raise BatchError(f"data: its length is {len(message.data)} bytes, {wanted}")
-    if len(message.data) == 0 or len(message.data) % message.rows:
-        raise BatchError(f"data: its length is {len(message.data)} bytes, which {message.rows} rows do not divide")
+    if size and length != rows * hidden * size:
+        raise BatchError(f"data: its length is {length} bytes, {rows} rows of {hidden} elements take {rows * hidden * size}")
+    if length == 0 or length % rows:
+        raise BatchError(f"data: its length is {length} bytes, which {rows} rows do not divide")
     return kind
 
 
-def _check_pairs(message: pb.ExpertBatch, counts: tuple[int, ...]) -> npt.NDArray[np.int32]:
+def _as_they_come(pairs: int, rows: int) -> bytes:
+    if pairs != rows:
+        raise BatchError(f"row_of_pair: it is empty, but there are {pairs} pairs and {rows} rows")
+    return np.arange(pairs, dtype=np.int32).tobytes()
+
+
+def _check_pairs(row_of_pair: bytes, counts: tuple[int, ...], limit: int) -> npt.NDArray[np.int32]:
     pairs = sum(counts)
-    if not message.row_of_pair:
-        if pairs != message.rows:
-            raise BatchError(f"row_of_pair: it is empty, but there are {pairs} pairs and {message.rows} rows")
-        return np.arange(pairs, dtype=np.int32)
-    if len(message.row_of_pair) != 4 * pairs:
-        raise BatchError(f"row_of_pair: its length is {len(message.row_of_pair)} bytes, {pairs} pairs take {4 * pairs}")
-    rows = np.frombuffer(message.row_of_pair, np.int32)
-    if rows.min() < 0 or rows.max() >= message.rows:
-        raise BatchError(f"row_of_pair: every row must be below {message.rows}")
-    descents = np.flatnonzero(np.diff(rows) <= 0) + 1
-    if not np.isin(descents, np.cumsum(counts)).all():
-        raise BatchError("row_of_pair: an expert's rows must ascend, each once")
+    if len(row_of_pair) != 4 * pairs:
+        raise BatchError(f"row_of_pair: its length is {len(row_of_pair)} bytes, {pairs} pairs take {4 * pairs}")
+    rows = np.frombuffer(row_of_pair, np.int32)
+    if rows.min() < 0 or rows.max() >= limit:
+        raise BatchError(f"row_of_pair: every row must be below {limit}")
+    if pairs > len(counts):  # some expert has two
+        ascends = rows[1:] > rows[:-1]
+        ascends[np.cumsum(counts[:-1], dtype=np.int64) - 1] = True  # where the next expert's rows begin
+        if not ascends.all():
+            raise BatchError("row_of_pair: an expert's rows must ascend, each once")
     return rows
 
 

@@ -9,8 +9,10 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import NoReturn
+from typing import Any, NoReturn
+from urllib.parse import unquote
 
 import grpc
 from google.rpc.code_pb2 import Code
@@ -22,9 +24,13 @@ from service.errors import DOMAIN, Refusal
 from service.node.agent import PROTOCOL, Agent, AssignError
 from service.node.batches import BatchError, check
 from service.node.metrics import NodeMetrics
+from service.wire import enclose
 
 log = logging.getLogger("colibri.node")
 
+_SERVICE = pb.DESCRIPTOR.services_by_name["Experts"].full_name
+_RESULT = pb.ExecuteResponse.DESCRIPTOR.fields_by_name["result"].number
+_DATA = pb.ExpertResult.DESCRIPTOR.fields_by_name["data"].number
 _CODES = {"EINVAL": Code.INVALID_ARGUMENT, "ENOLANES": Code.UNAVAILABLE, "ENOMEM": Code.RESOURCE_EXHAUSTED}
 
 
@@ -64,6 +70,15 @@ class NodeCalls:
         return agent.describe()
 
 
+@dataclass(slots=True)
+class Stream:
+    """One front end's. prepared: whether it may send such rows."""
+
+    caller: str
+    prepared: bool
+    complained: bool = False  # the log has its first failure; metrics count the others
+
+
 class ExpertCalls:
     """colibri.v1.Experts, of which a node does Execute."""
 
@@ -87,30 +102,30 @@ class ExpertCalls:
         """Not here."""
         refuse(context, "UNIMPLEMENTED", "NODE", "a node computes experts by Execute only; ask a server")
 
-    def Execute(self, requests: Iterator[pb.ExecuteRequest], context: grpc.ServicerContext) -> Iterator[pb.ExecuteResponse]:
-        """One stream, from its opening to its end."""
+    def Execute(self, requests: Iterator[pb.ExecuteRequest], context: grpc.ServicerContext) -> Iterator[bytes]:
+        """One stream, from its opening to its end. Answers are encoded."""
         with self._lock:
             taken = self.streams < self._agent.config.max_streams
             self.streams += taken
         if not taken:
             refuse(context, "RESOURCE_EXHAUSTED", "TOO_MANY_STREAMS", f"{self._agent.config.max_streams} streams are open already")
         try:
-            opening = self._open(next(requests, pb.ExecuteRequest()), context)
-            yield pb.ExecuteResponse(opened=self._agent.describe())
-            prepared = bool(opening.protocol and opening.model_digest)
+            stream = self._open(next(requests, pb.ExecuteRequest()), context)
+            yield pb.ExecuteResponse(opened=self._agent.describe()).SerializeToString()
             for request in requests:
                 if request.WhichOneof("kind") != "batch":
                     refuse(context, "INVALID_ARGUMENT", "BAD_STREAM", "only batches may follow the message that opens the stream")
-                yield self._answer(request.batch, prepared=prepared)
+                yield self._answer(request.batch, stream)
         finally:
             with self._lock:
                 self.streams -= 1
 
-    def _open(self, request: pb.ExecuteRequest, context: grpc.ServicerContext) -> pb.OpenStream:
+    def _open(self, request: pb.ExecuteRequest, context: grpc.ServicerContext) -> Stream:
         if request.WhichOneof("kind") != "open":
             refuse(context, "INVALID_ARGUMENT", "BAD_STREAM", "the first message must open the stream")
         opening, agent = request.open, self._agent
-        caller = f"{opening.front_end or 'a caller'} ({opening.version or 'no version'})"
+        peer = unquote(context.peer()).partition(":")[2]  # without the kind of address
+        caller = f"{opening.front_end or 'a caller'} ({opening.version or 'no version'}) at {peer}"
         if agent.draining:
             refuse(context, "UNAVAILABLE", "DRAINING", "this node is draining: it takes no more streams")
         if opening.protocol not in (0, PROTOCOL):
@@ -121,24 +136,41 @@ class ExpertCalls:
             sentence = f"the caller's model has digest {opening.model_digest[:64]}, this node's {agent.digest}: give both the same file"
             log.warning("refused %s: %s", caller, sentence)
             refuse(context, "FAILED_PRECONDITION", "MODEL_DIFFERS", sentence)
+        if opening.model not in ("", agent.model_name):
+            refuse(context, "NOT_FOUND", "NO_SUCH_MODEL", f"there is no model {opening.model[:64]!r} here, only {agent.model_name}")
         log.info("%s has opened a stream", caller)
-        return opening
+        return Stream(caller, bool(opening.protocol and opening.model_digest))
 
-    def _answer(self, message: pb.ExpertBatch, *, prepared: bool) -> pb.ExecuteResponse:
+    def _answer(self, message: pb.ExpertBatch, stream: Stream) -> bytes:
         self._last = time.monotonic()
         agent = self._agent
         try:
-            work = check(message, agent.team.model.info, largest=agent.config.max_message_bytes, prepared=prepared)
+            hidden, largest = agent.team.model.info.hidden, agent.config.max_message_bytes
+            work = check(message, hidden=hidden, experts_of=agent.experts_of, largest=largest, prepared=stream.prepared)
             data, compute_ns, queue_ns = agent.compute(work)
         except BatchError as error:
-            return self._failed(message.id, Code.INVALID_ARGUMENT, str(error))
+            return self._failed(stream, message.id, Code.INVALID_ARGUMENT, str(error))
         except EngineError as error:
-            return self._failed(message.id, _CODES.get(error.name, Code.INTERNAL), str(error))
+            return self._failed(stream, message.id, _CODES.get(error.name, Code.INTERNAL), str(error))
         finally:
             self._last = time.monotonic()
         self._metrics.computed(pairs=sum(message.counts), seconds=compute_ns / 1e9, waited=queue_ns / 1e9)
-        return pb.ExecuteResponse(result=pb.ExpertResult(id=message.id, data=data, compute_ns=compute_ns, queue_ns=queue_ns))
+        return enclose(_RESULT, pb.ExpertResult(id=message.id, compute_ns=compute_ns, queue_ns=queue_ns), _DATA, data)
 
-    def _failed(self, number: int, code: int, sentence: str) -> pb.ExecuteResponse:
+    def _failed(self, stream: Stream, number: int, code: int, sentence: str) -> bytes:
+        if not stream.complained:
+            log.warning("a batch of %s failed: %s", stream.caller, sentence)
+        stream.complained = True
         self._metrics.failed(Code.Name(code))
-        return pb.ExecuteResponse(failed=pb.BatchFailure(id=number, code=code, message=sentence))
+        return pb.ExecuteResponse(failed=pb.BatchFailure(id=number, code=code, message=sentence)).SerializeToString()
+
+
+def add_expert_calls(server: grpc.Server, calls: ExpertCalls) -> None:
+    """Registers the service as the generated code does, but that the answers of Execute are bytes already."""
+    unary, streaming = grpc.unary_unary_rpc_method_handler, grpc.stream_stream_rpc_method_handler
+    handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+        "Route": unary(calls.Route, pb.RouteRequest.FromString, pb.RouteResponse.SerializeToString),
+        "Forward": unary(calls.Forward, pb.ForwardRequest.FromString, pb.ForwardResponse.SerializeToString),
+        "Execute": streaming(calls.Execute, pb.ExecuteRequest.FromString, None),
+    }
+    server.add_registered_method_handlers(_SERVICE, handlers)

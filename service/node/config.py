@@ -95,7 +95,7 @@ class NodeConfig:
 
 
 def parse_experts(text: str) -> tuple[int, ...]:
-    """"0-3,8" -> (0, 1, 2, 3, 8). Raises ConfigError."""
+    """The numbers that are meant: 0-3,8 is (0, 1, 2, 3, 8). Raises ConfigError."""
     found: set[int] = set()
     for word in text.split(","):
         match = _SPAN.fullmatch(word.strip())
@@ -107,7 +107,7 @@ def parse_experts(text: str) -> tuple[int, ...]:
 
 
 def parse_share(text: str) -> tuple[int, int]:
-    """"2/4" -> (2, 4). Raises ConfigError."""
+    """Which part of how many: 2/4 is (2, 4). Raises ConfigError."""
     match = _SHARE.fullmatch(text)
     if not match or not 1 <= int(match[1]) <= int(match[2]):
         raise ConfigError(f"share {text!r}: it must be auto, or a part such as 2/4")

@@ -20,13 +20,13 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from colibri.v1 import experts_pb2, experts_pb2_grpc, node_pb2, node_pb2_grpc
+from colibri.v1 import experts_pb2, node_pb2, node_pb2_grpc
 from service.address import read_pem
 from service.config import ConfigError
 from service.exposition import serve_page
 from service.health import EXPERTS, LIVENESS
 from service.node.agent import Agent
-from service.node.calls import ExpertCalls, NodeCalls
+from service.node.calls import ExpertCalls, NodeCalls, add_expert_calls
 from service.node.config import NodeConfig
 from service.node.metrics import NodeMetrics
 from service.server import channel_options
@@ -67,7 +67,7 @@ class NodeServer:
             server = grpc.server(pool, options=channel_options(self.config.max_message_bytes))
             # The stubs' types describe servicers of asyncio servers only.
             node_pb2_grpc.add_NodeServicer_to_server(NodeCalls(agent), server)  # type: ignore[arg-type]
-            experts_pb2_grpc.add_ExpertsServicer_to_server(calls, server)  # type: ignore[arg-type]
+            add_expert_calls(server, calls)
             health_pb2_grpc.add_HealthServicer_to_server(statuses, server)
             reflection.enable_server_reflection(_SERVICES, server)
             self._bind(server)

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 
 import grpc
 
-from colibri.v1 import experts_pb2 as pb, experts_pb2_grpc, node_pb2, node_pb2_grpc
+from colibri.v1 import experts_pb2 as pb, node_pb2, node_pb2_grpc
 
 PROTOCOL = 1
 """Of Execute with prepared rows; both sides must have the same."""
 HELLO_S = 3.0
 """Seconds for a node to say what it is, or to take the stream."""
+_EXECUTE = f"/{pb.DESCRIPTOR.services_by_name['Experts'].full_name}/Execute"
 _ASSIGN = 120.0  # seconds for a node to read a new share
 _MESSAGE_BYTES = 1 << 30  # of a batch or its answer
 _OPTIONS: list[tuple[str, int | str]] = [
@@ -80,7 +81,7 @@ class Link:
         self.error = ""  # why we ended it ourselves
         self._channel = _channel(address, secrets)
         self._node = node_pb2_grpc.NodeStub(self._channel)
-        self._outgoing: queue.SimpleQueue[pb.ExecuteRequest | None] = queue.SimpleQueue()
+        self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._call: grpc._CallIterator[pb.ExecuteResponse] | None = None
         self._asking: grpc.Future[node_pb2.NodeDescription] | None = None
 
@@ -95,9 +96,12 @@ class Link:
     def open(self, identity: Identity, *, timeout: float | None = None) -> None:
         """Opens the stream; `read` then tells what the node says to it. timeout: seconds after which it ends by itself."""
         opening = pb.OpenStream(model_digest=identity.digest, protocol=PROTOCOL, version=identity.version, front_end=identity.front_end)
-        self._outgoing.put(pb.ExecuteRequest(open=opening))
+        self._outgoing.put(pb.ExecuteRequest(open=opening).SerializeToString())
         with _in_words():
-            self._call = experts_pb2_grpc.ExpertsStub(self._channel).Execute(iter(self._outgoing.get, None), timeout=timeout)
+            execute: grpc.StreamStreamMultiCallable[bytes, pb.ExecuteResponse] = self._channel.stream_stream(
+                _EXECUTE, None, pb.ExecuteResponse.FromString
+            )
+            self._call = execute(iter(self._outgoing.get, None), timeout=timeout)
 
     def read(self, told: Told) -> str:
         """Hands on every answer until the stream ends; returns why. The first answer is the node's word that it has taken the stream."""
@@ -111,8 +115,8 @@ class Link:
 
     # ------------------------------------------------------------ any thread
 
-    def send(self, request: pb.ExecuteRequest) -> None:
-        """Hands a message over; returns at once."""
+    def send(self, request: bytes) -> None:
+        """Hands an encoded ExecuteRequest over; returns at once."""
         self._outgoing.put(request)
 
     def ask(self, told: Callable[[node_pb2.NodeDescription], None], *, timeout: float) -> None:

@@ -19,12 +19,15 @@ from service.nodes.flight import Flight, Row, Sent
 from service.nodes.holders import Table
 from service.nodes.link import Link
 from service.nodes.pool import NodePool
+from service.wire import enclose
 
 log = logging.getLogger("colibri.nodes")
 HERE = 0
 """Key of this process among the holders, if it holds all experts too."""
 _PAIR_S = 1e-3  # seconds that a pair may take beyond the timeout, before it is known what they take
 _LONGEST_S = 60.0  # of one wait
+_BATCH = pb.ExecuteRequest.DESCRIPTOR.fields_by_name["batch"].number
+_DATA = pb.ExpertBatch.DESCRIPTOR.fields_by_name["data"].number
 _SLOW = 4.0  # times as long as pairs took on average
 
 
@@ -66,7 +69,6 @@ class NodeRemote:
 
     # ------------------------------------------------------------ between steps
 
-    @property
     def missing(self) -> str:
         """What keeps steps from being done, in a sentence; "" if nothing does. Any thread."""
         table = self._pool.table
@@ -170,12 +172,11 @@ class NodeRemote:
             counts=batch.counts,
             dtype=pb.DATA_TYPE_PREPARED,
             rows=batch.n_rows,
-            data=bytes(batch.rows),
             row_of_pair=bytes(batch.row_of_pair),
             input_weights=bytes(batch.weights),
         )
         member.record.sent_bytes += len(batch.rows)
-        link.send(pb.ExecuteRequest(batch=message))
+        link.send(enclose(_BATCH, message, _DATA, batch.rows))
 
     def _put(self, call: RemoteExperts, flight: Flight, link: Link, result: pb.ExpertResult) -> None:
         sent = flight.open.get(result.id)

@@ -21,6 +21,8 @@ from grpc_health.v1 import health_pb2
 from colibri.v1 import experts_pb2 as pb, experts_pb2_grpc, node_pb2, node_pb2_grpc
 from engine_c import Model, Session, SessionOptions
 from engine_c.remote import ExpertBatch
+from ops.bench.shapes import parse_shape
+from ops.random_model import make_model
 from tests.integration.serving import PATIENCE, ROOT, until
 
 INVALID = 3  # google.rpc.Code
@@ -32,6 +34,7 @@ PAIRS = np.array([0, 2, 1, 0, 1, 3], np.int32)
 class Node:
     process: subprocess.Popen[str]
     channel: grpc.Channel
+    address: str
 
     def describe(self) -> node_pb2.NodeDescription:
         return node_pb2_grpc.NodeStub(self.channel).Describe(node_pb2.DescribeRequest(), timeout=PATIENCE)
@@ -56,8 +59,9 @@ def node_of(model: Path, *options: str, log: Path) -> Iterator[Node]:
         try:
             found = until(lambda: re.search(r"serves .* on 127\.0\.0\.1:(\d+)", log.read_text()) or process.poll(), "the node serves")
             assert isinstance(found, re.Match), log.read_text()
-            with grpc.insecure_channel(f"127.0.0.1:{found[1]}") as channel:
-                yield Node(process, channel)
+            address = f"127.0.0.1:{found[1]}"
+            with grpc.insecure_channel(address) as channel:
+                yield Node(process, channel, address)
         finally:
             process.kill()
 
@@ -153,6 +157,7 @@ def test_a_malformed_batch_is_refused_by_its_field(node: Node, changes: dict[str
     [
         ([opening(model_digest="0" * 64)], grpc.StatusCode.FAILED_PRECONDITION, "digest"),
         ([opening(protocol=99)], grpc.StatusCode.FAILED_PRECONDITION, "protocol"),
+        ([opening(model="other")], grpc.StatusCode.NOT_FOUND, "'other'"),
         ([batch(8)], grpc.StatusCode.INVALID_ARGUMENT, "first message"),
         ([], grpc.StatusCode.INVALID_ARGUMENT, "first message"),
         ([opening(), opening()], grpc.StatusCode.INVALID_ARGUMENT, "only batches"),
@@ -184,6 +189,25 @@ def test_a_batch_longer_than_the_session_is_computed_in_parts(tiny_model: Path, 
         assert answer.result.data == bytes(session.run_experts(whole, kind="f32"))
 
 
+def test_a_row_with_a_nan_spoils_only_itself(node: Node, tiny_model: Path) -> None:
+    expected, hidden = computed_here(tiny_model)
+    rows = rows_of(hidden)
+    rows[1, 3] = np.nan
+    _, answer = node.execute(opening(), batch(hidden, data=rows.tobytes()))
+    spoilt = np.frombuffer(answer.result.data, np.float32).reshape(-1, hidden)
+    whole = np.frombuffer(expected, np.float32).reshape(-1, hidden)
+    assert np.isnan(spoilt[PAIRS == 1]).all()
+    assert np.array_equal(spoilt[PAIRS != 1], whole[PAIRS != 1])
+
+
+def test_the_log_has_the_first_failure_of_a_stream(tiny_model: Path, tmp_path: Path) -> None:
+    with node_of(tiny_model, "--share", "1/2", log=tmp_path / "log") as node:
+        node.execute(opening(), *[batch(8, layer=99)] * 3)
+        lines = [line for line in (tmp_path / "log").read_text().splitlines() if "failed" in line]
+        assert len(lines) == 1
+        assert re.search(r"a batch of test \(no version\) at 127\.0\.0\.1:\d+ failed: layer: there is no layer 99", lines[0])
+
+
 def test_an_assignable_node_holds_what_it_is_told(tiny_model: Path, tmp_path: Path) -> None:
     with node_of(tiny_model, "--share", "auto", log=tmp_path / "log") as node:
         said = node.describe()
@@ -198,6 +222,63 @@ def test_an_assignable_node_holds_what_it_is_told(tiny_model: Path, tmp_path: Pa
                 stub.Assign(node_pb2.AssignRequest(shares=[node_pb2.ExpertShare(layer=0, experts=wrong)]), timeout=PATIENCE)
             assert refusal.value.code() == grpc.StatusCode.INVALID_ARGUMENT
         assert node.describe().shares == request.shares
+
+
+@pytest.fixture(scope="module")
+def large_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of 150 MB, nearly all of it 12 experts a layer: what is measured is then not what a process varies by itself."""
+    path = tmp_path_factory.mktemp("large") / "large.colibri"
+    make_model(path, parse_shape("2,1024,16,4,2048,12,2,512"), quant="int8", seed=1)
+    return path
+
+
+def memory(node: Node) -> int:
+    """Bytes of the process and its workers; what several map is counted once."""
+    processes = [psutil.Process(node.process.pid), *psutil.Process(node.process.pid).children()]
+    return sum(process.memory_full_info().pss for process in processes)
+
+
+def use(node: Node, shares: Sequence[node_pb2.ExpertShare], hidden: int) -> list[bytes]:
+    """Outputs of all these experts for the same row: every page of theirs is read."""
+    row = rows_of(hidden)[:1].tobytes()
+    asked = [
+        batch(
+            hidden,
+            layer=share.layer,
+            experts=share.experts,
+            counts=[1] * len(share.experts),
+            rows=1,
+            data=row,
+            row_of_pair=bytes(4 * len(share.experts)),
+        )
+        for share in shares
+    ]
+    return [answer.result.data for answer in node.execute(opening(), *asked)[1:]]
+
+
+@pytest.mark.parametrize("load", ["map", "memfd"])
+def test_memory_is_the_share_and_a_tenth_beside_the_processes_own(large_model: Path, tmp_path: Path, load: str) -> None:
+    with node_of(large_model, "--share", "2/3", "--load", load, "--workers-per-node", "1", log=tmp_path / "log") as node:
+        said, own = node.describe(), memory(node)
+        assert said.share_bytes > 45 << 20
+        assert own < 2 * 80 << 20, "nothing of the model is mapped in yet"
+        assert all(use(node, said.shares, said.hidden))
+        grown = memory(node) - own
+        assert 0.9 * said.share_bytes < grown < 1.1 * said.share_bytes
+
+
+def test_what_is_no_longer_assigned_is_given_up(large_model: Path, tmp_path: Path) -> None:
+    with node_of(large_model, "--share", "auto", "--workers-per-node", "2", log=tmp_path / "log") as node:
+        own, stub, answers = memory(node), node_pb2_grpc.NodeStub(node.channel), []
+        for first in (0, 4, 8, 2, 0):
+            wanted = [node_pb2.ExpertShare(layer=layer, experts=range(first, first + 4)) for layer in (0, 1)]
+            said = stub.Assign(node_pb2.AssignRequest(shares=wanted), timeout=PATIENCE)
+            answers.append(use(node, wanted, said.hidden))
+            assert 0.9 * said.share_bytes < memory(node) - own < 1.1 * said.share_bytes
+        assert answers[-1] == answers[0] != answers[1]
+        stub.Assign(node_pb2.AssignRequest(), timeout=PATIENCE)
+        assert memory(node) - own < 0.1 * said.share_bytes
+        assert use(node, wanted, said.hidden) == answers[0], "what is not held is read from the file"
 
 
 def test_a_worker_that_is_killed_changes_no_answer(tiny_model: Path, tmp_path: Path) -> None:

@@ -6,9 +6,10 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import given, strategies as st
 
 from engine_c import Model, Part
-from workers.keeping import Keep, kept_ranges
+from workers.keeping import Keep, kept_ranges, left_out
 from workers.layout import Layout, read_layout
 from workers.parts import within
 from workers.placement import PAGE
@@ -83,3 +84,15 @@ def test_an_expert_that_is_not_there_is_refused_and_nothing_stays_open(tiny_mode
     with pytest.raises(SegmentError, match="there is no expert 9999 of layer 0"):
         open_image(tiny_model, mode="memfd", keep=Keep(frozenset({(0, 9999)})))
     assert os.listdir("/proc/self/fd") == before
+
+
+def ranges_of(members: set[int]) -> tuple[tuple[int, int], ...]:
+    """Ascending, no two touching."""
+    begins = [at for at in sorted(members) if at - 1 not in members]
+    ends = [at + 1 for at in sorted(members) if at + 1 not in members]
+    return tuple(zip(begins, ends, strict=True))
+
+
+@given(st.sets(st.integers(0, 15)), st.sets(st.integers(0, 15)))
+def test_left_out_is_the_difference(some: set[int], others: set[int]) -> None:
+    assert left_out(ranges_of(some), ranges_of(others)) == ranges_of(some - others)

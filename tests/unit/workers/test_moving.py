@@ -39,8 +39,8 @@ def test_overlaid_parts_cover_the_same_bytes_with_the_new_ones_in_place(sizes: l
 
 
 def test_record_brings_its_descriptor() -> None:
-    data = PART_RECORD.pack(1 << 40, 4096)
-    assert read_record(data, b"\x07\0\0\0") == Part(7, -1, 1 << 40, 4096)
+    data = PART_RECORD.pack(3, 1 << 40, 4096)
+    assert read_record(data, b"\x07\0\0\0") == Part(7, 3, 1 << 40, 4096)
 
 
 def test_small_expert_shares_no_huge_page_with_its_neighbours() -> None:

@@ -1,0 +1,177 @@
+"""A front end over three node processes with a third of the experts each: every bit as without them, also while nodes die and return."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+import pytest
+
+from ops.random_model import SHAPES, make_model
+from service.client import Client, generate_request
+from service.nodes.lifecycle import State
+from tests.integration.serving import PATIENCE, ROOT, Serving, reason, serving, until
+
+Told = list[tuple[int, float]]
+
+
+@dataclass
+class NodeProcess:
+    """`colibri node` on a socket of loopback that it keeps over restarts."""
+
+    name: str
+    command: list[str]
+    log: Path
+    popen: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        settings = {"COLIBRI_LOAD": "map", "COLIBRI_WORKERS_PER_NODE": "0"}
+        with self.log.open("ab") as out:
+            self.popen = subprocess.Popen(self.command, cwd=ROOT, env=os.environ | settings, stdout=out, stderr=out)
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self.popen is not None
+        self.popen.send_signal(number)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+        assert self.popen is not None
+        self.popen.wait(PATIENCE)
+
+
+@dataclass
+class Thirds:
+    """Three nodes and the model they serve."""
+
+    model: Path
+    places: str
+    nodes: dict[str, NodeProcess] = field(default_factory=dict)
+
+
+@pytest.fixture(scope="module")
+def thirds(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Thirds]:
+    folder = tmp_path_factory.mktemp("nodes")
+    ports = _free_ports(3)
+    made = Thirds(tiny_model, ",".join(f"127.0.0.1:{port}" for port in ports))
+    for index, port in enumerate(ports, 1):
+        name = f"n{index}"
+        options = ["--name", name, "--share", f"{index}/3", "--port", str(port)]
+        made.nodes[name] = NodeProcess(name, [sys.executable, "-m", "ops.cli", "node", str(tiny_model), *options], folder / f"{name}.log")
+        made.nodes[name].start()
+    try:
+        yield made
+    finally:
+        for node in made.nodes.values():
+            node.kill()
+
+
+def _free_ports(count: int) -> list[int]:
+    held = [socket.socket() for _ in range(count)]
+    for each in held:
+        each.bind(("127.0.0.1", 0))
+    ports = [each.getsockname()[1] for each in held]
+    for each in held:
+        each.close()
+    return ports
+
+
+def over(thirds: Thirds, **settings: object) -> AbstractContextManager[Serving]:
+    """A front end of these nodes."""
+    return serving(thirds.model, nodes=thirds.places, nodes_timeout_ms=1000, **settings)
+
+
+def ready(front: Serving) -> set[str]:
+    nodes = front.server.default.nodes
+    assert nodes is not None
+    return {member.name for member in nodes.members if member.life.state is State.READY}
+
+
+def wait_ready(front: Serving, *names: str) -> None:
+    until(lambda: ready(front) == set(names), f"{names} compute", timeout=PATIENCE)
+
+
+def told(target: str) -> list[Told]:
+    """The likeliest tokens' probabilities, as bits."""
+    found = []
+    with Client(target, timeout=PATIENCE) as client:
+        for length in (1, 7, 33, 130):
+            request = generate_request(tokens=range(3, 3 + length), max_tokens=12, temperature=0.0, ignore_eos=True, top_logprobs=20)
+            answer = client.complete(request).logprobs
+            found.append([(top.token_id, top.logprob) for token in answer for top in token.top])
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_model: Path) -> list[Told]:
+    with serving(tiny_model) as here:
+        return told(here.target)
+
+
+def test_experts_on_nodes_change_no_bit(thirds: Thirds, expected: list[Told]) -> None:
+    with over(thirds, nodes_fallback="off") as front:
+        wait_ready(front, "n1", "n2", "n3")
+        assert told(front.target) == expected
+        nodes = front.server.default.nodes
+        assert nodes is not None
+        assert all(member.record.pairs > 0 for member in nodes.members)
+        assert nodes.remote.totals.fallback_pairs == 0
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_without_a_node_the_file_stands_in_until_it_is_back(thirds: Thirds, expected: list[Told], how: signal.Signals) -> None:
+    node = thirds.nodes["n2"]
+    with over(thirds) as front:
+        wait_ready(front, "n1", "n2", "n3")
+        node.signal(how)
+        try:
+            assert told(front.target) == expected
+            wait_ready(front, "n1", "n3")
+        finally:
+            if how == signal.SIGKILL:
+                node.kill()
+                node.start()
+            else:
+                node.signal(signal.SIGCONT)
+        wait_ready(front, "n1", "n2", "n3")
+        nodes = front.server.default.nodes
+        assert nodes is not None
+        if how == signal.SIGSTOP:  # one that is dead may be missed before a step asks it for anything
+            assert nodes.remote.totals.fallback_pairs > 0
+        before = nodes.remote.totals.fallback_pairs
+        assert told(front.target) == expected
+        assert nodes.remote.totals.fallback_pairs == before
+
+
+def test_without_node_and_file_calls_end_typed_and_go_on_when_it_is_back(thirds: Thirds, expected: list[Told]) -> None:
+    node = thirds.nodes["n3"]
+    with over(thirds, nodes_fallback="off", lane_grace=1.0) as front:
+        wait_ready(front, "n1", "n2", "n3")
+        node.kill()
+        begin = time.monotonic()
+        with Client(front.target, timeout=PATIENCE) as client, pytest.raises(grpc.RpcError) as lost:
+            client.complete(generate_request(tokens=[5, 6, 7], max_tokens=4))
+        assert reason(lost.value) == "NODES_LOST"
+        assert time.monotonic() - begin < 10
+        node.start()
+        wait_ready(front, "n1", "n2", "n3")
+        assert told(front.target) == expected
+
+
+def test_another_model_is_refused_by_name(thirds: Thirds, tmp_path: Path) -> None:
+    other = tmp_path / "other.colibri"
+    make_model(other, SHAPES["tiny"], quant="int8", seed=2)
+    with serving(other, nodes=thirds.places) as front:
+        nodes = front.server.default.nodes
+        assert nodes is not None
+        until(lambda: {member.life.state for member in nodes.members} == {State.REFUSED}, "all are refused")
+        assert all("digest" in member.life.reason for member in nodes.members)
+        assert {member.name for member in nodes.members} == {"n1", "n2", "n3"}
