@@ -185,7 +185,9 @@ class Session(_User):
         self._error = ffi.new("colibri_error *")
         self._row_bytes = [lib.colibri_prepared_bytes(out[0], layer) for layer in range(model.info.layers)]
 
-    def step(self, work: Sequence[SeqWork], *, tell: int = -1, remote: Remote | LayersRemote | None = None) -> tuple[list[SeqResult], StepStats]:
+    def step(
+        self, work: Sequence[SeqWork], *, tell: int = -1, remote: Remote | LayersRemote | None = None
+    ) -> tuple[list[SeqResult], StepStats]:
         """Runs all layers for one batch, results in its order. On EngineError only KV of earlier steps' positions may be used.
 
         tell >= 0: an eventfd to write to as the step begins. From Python it could not be done so late: who waits for it would take the
@@ -259,7 +261,8 @@ class Session(_User):
         self, layer: int, x: npt.NDArray[np.float32]
     ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int32], npt.NDArray[np.float32]]:
         """What a layer's block of experts returns for normed rows [n, hidden], without the residual, and the experts and weights
-        [n, top_k] it chose. A row with a NaN becomes NaN. Between steps. EngineError also EUNSUPPORTED, where the router reads the residual."""
+        [n, top_k] it chose. A row with a NaN becomes NaN. Between steps. EngineError also EUNSUPPORTED, where the router reads the
+        residual."""
         import numpy as np
 
         out = self._rows_of(x)
