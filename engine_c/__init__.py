@@ -1,7 +1,7 @@
 """The engine: a mixture-of-experts transformer for CPUs, in C, with this typed wrapper. Imports the standard library and cffi only."""
 
 from engine_c.engine import OPERATIONS, Model, Session, Worker, isa_available, isa_name, isa_select, session_bytes, version
-from engine_c.remote import ExpertBatch, Remote, RemoteExperts, RemoteLost, RowsKind
+from engine_c.remote import ExpertBatch, LayersRemote, Remote, RemoteExperts, RemoteLayers, RemoteLost, RowsKind
 from engine_c.route import Routed, Router, route_logits
 from engine_c.routing import RUN_BUCKETS, Damping, Routes, Telemetry
 from engine_c.structs import (
@@ -42,11 +42,13 @@ __all__ = [
     "Damping",
     "EngineError",
     "ExpertBatch",
+    "LayersRemote",
     "Model",
     "ModelInfo",
     "Part",
     "Remote",
     "RemoteExperts",
+    "RemoteLayers",
     "RemoteLost",
     "Routed",
     "Router",

@@ -72,7 +72,9 @@ class ProbeStruct:
     work: int
 
 class RemoteState:
+    kind: int
     layer: int
+    end: int
     n_rows: int
     n_experts: int
     weighs_input: int
@@ -97,7 +99,9 @@ class FFI:
     @overload
     def new(self, cdecl: Literal["colibri_remote *"]) -> RemoteState: ...
     @overload
-    def new(self, cdecl: Literal["int32_t *"]) -> Array[int]: ...
+    def new(self, cdecl: Literal["int32_t *", "int64_t *"]) -> Array[int]: ...
+    @overload
+    def new(self, cdecl: Literal["int32_t[][2]"], init: Sequence[tuple[int, int]]) -> Pointer: ...
     @overload
     def new(
         self,
@@ -152,6 +156,7 @@ class Lib:
     COLIBRI_MAX_TOP_LOGPROBS: int
     COLIBRI_OPS: int
     COLIBRI_NEEDS_REMOTE: int
+    COLIBRI_REMOTE_LAYERS: int
     COLIBRI_ENUMERIC: int
     COLIBRI_ESTATE: int
     COLIBRI_EINVAL: int
@@ -218,6 +223,12 @@ class Lib:
         self, tell: int, session: Pointer, batch: Batch, results: Array[Row], seq_status: Array[int], stats: Stats, err: Error
     ) -> int: ...
     def colibri_session_remote(self, session: Pointer, remote: Pointer, err: Error) -> int: ...
+    def colibri_session_remote_layers(self, session: Pointer, ranges: Pointer, n: int, err: Error) -> int: ...
+    def colibri_remote_x(self, session: Pointer, stride: Array[int]) -> Pointer: ...
+    def colibri_moe_run(self, session: Pointer, layer: int, x: Pointer, n: int, ids: Pointer, weights: Pointer, err: Error) -> int: ...
+    def colibri_layers_run(
+        self, session: Pointer, batch: Batch, first: int, end: int, x: Pointer, seq_status: Array[int], err: Error
+    ) -> int: ...
     def colibri_prepared_bytes(self, session: Pointer, layer: int) -> int: ...
     def colibri_remote_state(self, session: Pointer, out: RemoteState) -> int: ...
     def colibri_remote_pack(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Self
 
 from engine_c._engine import ffi, lib
 from engine_c.batch import BatchBuffers
-from engine_c.remote import ROWS_KINDS, ExpertBatch, Remote, RemoteExperts, RowsKind
+from engine_c.remote import ROWS_KINDS, ExpertBatch, LayersRemote, Remote, RemoteExperts, RowsKind, layers_of
 from engine_c.routing import Routes, Telemetry, empty_telemetry
 from engine_c.structs import EngineError, ModelInfo, Part, PathLike, SeqResult, SeqWork, SessionOptions, StepStats
 
@@ -185,19 +185,21 @@ class Session(_User):
         self._error = ffi.new("colibri_error *")
         self._row_bytes = [lib.colibri_prepared_bytes(out[0], layer) for layer in range(model.info.layers)]
 
-    def step(self, work: Sequence[SeqWork], *, tell: int = -1, remote: Remote | None = None) -> tuple[list[SeqResult], StepStats]:
+    def step(
+        self, work: Sequence[SeqWork], *, tell: int = -1, remote: Remote | LayersRemote | None = None
+    ) -> tuple[list[SeqResult], StepStats]:
         """Runs all layers for one batch, results in its order. On EngineError only KV of earlier steps' positions may be used.
 
         tell >= 0: an eventfd to write to as the step begins. From Python it could not be done so late: who waits for it would take the
         interpreter, and the step would begin only when it gives it back.
-        remote: who has the experts of set_remote computed; its RemoteLost gives the step up.
+        remote: who has the experts and layers of set_remote computed; its RemoteLost gives the step up.
         """
         buffers = self._buffers
         buffers.fill(work)
         status = lib.colibri_front_step(tell, self._pointer, buffers.batch, buffers.rows, buffers.seq_status, buffers.stats, self._error)
         try:
             while status == lib.COLIBRI_NEEDS_REMOTE:
-                self._hand_out(remote)
+                self._hand_out(remote, work)
                 status = lib.colibri_step_resume(self._pointer, buffers.rows, buffers.seq_status, buffers.stats, self._error)
             self._check(status)
         except BaseException:
@@ -209,9 +211,16 @@ class Session(_User):
             results = self._with_routes(work, results)
         return results, buffers.step_stats()
 
-    def _hand_out(self, remote: Remote | None) -> None:
+    def _hand_out(self, remote: Remote | LayersRemote | None, work: Sequence[SeqWork]) -> None:
         if remote is None:
             raise EngineError(lib.COLIBRI_ESTATE, "some experts are computed elsewhere, and nobody was named who has that done")
+        layers = layers_of(self._pointer, self.model.info.hidden, work)
+        if layers is not None:
+            run_layers = getattr(remote, "run_layers", None)
+            if run_layers is None:
+                raise EngineError(lib.COLIBRI_ESTATE, "some layers are computed elsewhere, and who was named does only experts")
+            run_layers(layers)
+            return
         call = RemoteExperts(self._pointer, self._error, self._check, self._row_bytes)
         remote.send(call)
         self._check(lib.colibri_step_local(self._pointer, self._error))
@@ -221,8 +230,10 @@ class Session(_User):
         if status:
             raise fail(self._error)
 
-    def set_remote(self, experts: npt.NDArray[np.bool_] | None) -> None:
-        """Says which experts [layers, experts] are computed elsewhere from the next step on; None: none. Needs split_down."""
+    def set_remote(self, experts: npt.NDArray[np.bool_] | None, layers: Sequence[tuple[int, int]] = ()) -> None:
+        """Says which experts [layers, experts] are computed elsewhere from the next step on, None: none, which needs split_down; and which
+        ranges [first, end) of whole layers."""
+        self._check(lib.colibri_session_remote_layers(self._pointer, ffi.new("int32_t[][2]", list(layers)), len(layers), self._error))
         if experts is None:
             self._check(lib.colibri_session_remote(self._pointer, ffi.NULL, self._error))
             return
@@ -245,6 +256,38 @@ class Session(_User):
         out = bytearray(4 * pairs * self.model.info.hidden)
         self._check(lib.colibri_experts_run(self._pointer, work, ffi.from_buffer("float[]", out), self._error))
         return out
+
+    def run_moe(
+        self, layer: int, x: npt.NDArray[np.float32]
+    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+        """What a layer's block of experts returns for normed rows [n, hidden], without the residual, and the experts and weights
+        [n, top_k] it chose. A row with a NaN becomes NaN. Between steps. EngineError also EUNSUPPORTED, where the router reads the
+        residual."""
+        import numpy as np
+
+        out = self._rows_of(x)
+        experts, weights = np.empty((len(out), self.model.info.top_k), np.int32), np.empty((len(out), self.model.info.top_k), np.float32)
+        into = ffi.from_buffer("int32_t *", experts, require_writable=True), _floats(weights)
+        self._check(lib.colibri_moe_run(self._pointer, layer, _floats(out), len(out), *into, self._error))
+        return out, experts, weights
+
+    def run_layers(self, work: Sequence[SeqWork], first: int, end: int, x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """Runs layers [first, end) with this session's KV blocks: the residual stream [rows, hidden] behind them, from that before them.
+        Tokens, logits and damping of work do not matter. A row that met a NaN becomes NaN. Between steps."""
+        out, buffers = self._rows_of(x), self._buffers
+        if len(out) != sum(len(w.tokens) for w in work):
+            raise EngineError(lib.COLIBRI_EINVAL, f"x has {len(out)} rows, the sequences have {sum(len(w.tokens) for w in work)}")
+        buffers.fill(work)
+        buffers.n_rows = 0
+        self._check(lib.colibri_layers_run(self._pointer, buffers.batch, first, end, _floats(out), buffers.seq_status, self._error))
+        return out
+
+    def _rows_of(self, x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        import numpy as np
+
+        if x.ndim != 2 or x.shape[1] != self.model.info.hidden:
+            raise EngineError(lib.COLIBRI_EINVAL, f"x has shape {x.shape}, it must be [rows, {self.model.info.hidden}]")
+        return np.array(x, np.float32, order="C")
 
     def _with_routes(self, work: Sequence[SeqWork], results: list[SeqResult]) -> list[SeqResult]:
         ends = list(accumulate(len(w.tokens) for w in work))

@@ -1,4 +1,4 @@
-"""Experts that are computed elsewhere: what a step hands out, and mini-batches that a node computes for others."""
+"""Experts and layers that are computed elsewhere: what a step hands out, and what a node computes for others."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from engine_c._engine import ffi, lib
+from engine_c.structs import SeqWork
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from engine_c._engine import Error, Pointer
 
 RowsKind = Literal["prepared", "f32", "bf16"]
@@ -52,6 +56,14 @@ class Remote(Protocol):
         ...
 
 
+class LayersRemote(Remote, Protocol):
+    """Who has layers computed elsewhere too."""
+
+    def run_layers(self, call: RemoteLayers) -> None:
+        """Puts the residual stream behind the layers into call.x. RemoteLost gives the step up."""
+        ...
+
+
 class RemoteExperts:
     """One layer of a step that waits. Valid until `receive` returns."""
 
@@ -92,3 +104,25 @@ class RemoteExperts:
         """Does these here, from the weights that this process maps."""
         self._check(lib.colibri_remote_compute(self._session, list(experts), len(experts), self._error))
         self.missing.difference_update(experts)
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteLayers:
+    """A step that stands before layers [first, end). Valid until `run_layers` returns."""
+
+    first: int
+    end: int
+    work: Sequence[SeqWork]
+    x: npt.NDArray[np.float32]
+    """[rows, hidden], to be overwritten: `call.x[:] = found`. A row of NaN is bad."""
+
+
+def layers_of(session: Pointer, hidden: int, work: Sequence[SeqWork]) -> RemoteLayers | None:
+    """What a step that waits wants, if that is layers."""
+    import numpy as np
+
+    state, stride = ffi.new("colibri_remote *"), ffi.new("int64_t *")
+    if lib.colibri_remote_state(session, state) or state.kind != lib.COLIBRI_REMOTE_LAYERS:
+        return None
+    raw = ffi.buffer(lib.colibri_remote_x(session, stride), 4 * state.n_rows * stride[0])
+    return RemoteLayers(state.layer, state.end, work, np.frombuffer(raw, np.float32).reshape(state.n_rows, stride[0])[:, :hidden])

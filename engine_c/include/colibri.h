@@ -372,19 +372,30 @@ typedef struct colibri_step_stats {
  * disturbs no other. seq_status [n_seqs] may be NULL; gets COLIBRI_OK or COLIBRI_ENUMERIC. stats may be NULL. */
 COLIBRI_API int colibri_step(colibri_session *session, const colibri_batch *batch, colibri_row_result *results, int32_t *seq_status,
                              colibri_step_stats *stats, colibri_error *err);
-/* ---------------------------------------------------------------- experts that are computed elsewhere
+/* ---------------------------------------------------------------- experts and layers that are computed elsewhere
  *
  * A step routes a layer here. If some of the chosen experts are remote, colibri_step returns COLIBRI_NEEDS_REMOTE: the caller packs their mini-batches
  * (colibri_remote_pack), sends them away, lets the experts that are computed here be done meanwhile (colibri_step_local, optional), puts the outputs
  * (colibri_remote_put) or has them computed here after all (colibri_remote_compute), and goes on (colibri_step_resume), which may return
  * COLIBRI_NEEDS_REMOTE again. The batch must stay valid until the step has ended. The outputs are not weighted and are added here, in ascending order of the
- * experts, so that the bits are those of a step without remote experts. All of this on the session's one thread. */
+ * experts, so that the bits are those of a step without remote experts. All of this on the session's one thread.
+ *
+ * Whole layers can be elsewhere too, attention and KV cache included. Before such a range the step stands likewise: the caller has colibri_remote_x, the
+ * residual stream, computed by whoever has the layers (colibri_layers_run), overwrites it and goes on. */
 
 /* Says which experts are computed elsewhere: remote [layers, experts], 1 for those; NULL: none. Between steps. COLIBRI_ESTATE without split_down. */
 COLIBRI_API int colibri_session_remote(colibri_session *session, const uint8_t *remote, colibri_error *err);
 
+/* Says which layers are computed elsewhere: n ranges [first, end), ascending and apart. Between steps. Batches with damping, or that want margins, are refused
+ * while there are any, and colibri_session_routes is: the routes of those layers are not known here. COLIBRI_EINVAL, COLIBRI_ESTATE. */
+COLIBRI_API int colibri_session_remote_layers(colibri_session *session, const int32_t (*ranges)[2], int32_t n, colibri_error *err);
+
+enum colibri_remote_kind { COLIBRI_REMOTE_EXPERTS = 0, COLIBRI_REMOTE_LAYERS = 1 };
+
 typedef struct colibri_remote {
-  int32_t layer, n_rows;         /* where the step stands; rows of the step */
+  int32_t kind;                  /* enum colibri_remote_kind; LAYERS: no experts are named */
+  int32_t layer, end;            /* where the step stands; LAYERS: before that layer, and goes on with `end` */
+  int32_t n_rows;                /* of the step */
   int32_t n_experts;
   int32_t weighs_input;          /* 1: pairs' weights multiply what experts read, so they must travel along */
   const int32_t *experts, *rows; /* [n_experts] remote experts that have rows, ascending, and how many each; valid until the step goes on */
@@ -404,6 +415,9 @@ COLIBRI_API int colibri_remote_pack(colibri_session *session, const int32_t *exp
 COLIBRI_API int colibri_remote_put(colibri_session *session, const int32_t *experts, int32_t n, const float *out, uint64_t bytes, colibri_error *err);
 /* Computes n experts here after all. COLIBRI_ESTATE, COLIBRI_EINVAL. */
 COLIBRI_API int colibri_remote_compute(colibri_session *session, const int32_t *experts, int32_t n, colibri_error *err);
+/* The residual stream of a step that stands before layers computed elsewhere: f32 [n_rows, hidden], row stride *stride, to be overwritten before
+ * colibri_step_resume; a row that begins with NaN is bad. NULL if none stands so. */
+COLIBRI_API float *colibri_remote_x(colibri_session *session, int64_t *stride);
 /* Computes the layer's experts that are not remote. COLIBRI_ESTATE if that has been done. */
 COLIBRI_API int colibri_step_local(colibri_session *session, colibri_error *err);
 /* Goes on; results, seq_status and stats as for colibri_step. COLIBRI_ESTATE while outputs are missing: the step waits still. */
@@ -432,6 +446,15 @@ COLIBRI_API int colibri_experts_run(colibri_session *session, const colibri_expe
  * ids are 0.. and whose weights are 0. n at most max_rows. The session's one thread, between steps.
  * COLIBRI_EINVAL; COLIBRI_EUNSUPPORTED where the router reads the residual. */
 COLIBRI_API int colibri_route_rows(colibri_session *session, int32_t layer, const float *x, int32_t n, int32_t *ids, float *weights, uint8_t *bad,
+                                   colibri_error *err);
+/* A layer's whole block of experts, router included, for n rows, any number: x [n, hidden], normed, becomes what the block returns, without the residual, all
+ * NaN for a row that met a NaN or infinity. ids, weights [n, top_k] as of colibri_route_rows, each NULL if not wanted. Not in the telemetry; the routes of the last
+ * step are gone. Between steps; what colibri_session_remote says does not matter. COLIBRI_EINVAL, COLIBRI_ESTATE, COLIBRI_EUNSUPPORTED, COLIBRI_ENOLANES. */
+COLIBRI_API int colibri_moe_run(colibri_session *session, int32_t layer, float *x, int32_t n, int32_t *ids, float *weights, colibri_error *err);
+/* Runs layers [first, end) for a batch, with the session's own KV blocks: x [rows, hidden], the residual stream before them, becomes that behind them, all NaN for a
+ * row that met a NaN or infinity. Of the batch only rows, positions and blocks matter: tokens must be in the vocabulary, logits and damping are not looked at. What is
+ * said of transactions and of seq_status at colibri_step holds; remote experts and layers of this session do not matter. Between steps. */
+COLIBRI_API int colibri_layers_run(colibri_session *session, const colibri_batch *batch, int32_t first, int32_t end, float *x, int32_t *seq_status,
                                    colibri_error *err);
 
 /* Logits of the last step, [sum n_logits, vocab] f32, row stride `vocab`; valid until the next step. */

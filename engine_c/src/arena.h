@@ -18,6 +18,8 @@ typedef struct colibri_step_seq {
   colibri_sampling sampling;
 } colibri_step_seq;
 
+#define COLIBRI_NO_TOKEN (-1)
+
 /* Sizes that follow from model and options. */
 typedef struct colibri_dims {
   int32_t hidden_pad, q_width, qkv_pad, att_pad;  /* row strides in floats; multiples of 32 but q_width = heads * head_dim */
@@ -36,7 +38,7 @@ typedef struct colibri_arena {
   uint64_t bytes;
   /* the step, written by the front end before its first phase */
   colibri_step_seq *seqs;   /* [max_seqs] */
-  int32_t *tokens, *positions, *row_seq; /* [max_rows] */
+  int32_t *tokens, *positions, *row_seq; /* [max_rows]; tokens COLIBRI_NO_TOKEN: x0 is there already */
   int32_t *logit_rows;      /* [max_logit_rows] row of each logit row */
   int32_t *targets;         /* [max_logit_rows] */
   int32_t *blocks;          /* [max_seqs * max_blocks] */

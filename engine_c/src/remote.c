@@ -16,11 +16,12 @@ int colibri_remote_open(colibri_session *s) {
   s->wanted = calloc(experts, sizeof *s->wanted);
   s->wanted_rows = calloc(experts, sizeof *s->wanted_rows);
   s->row_numbers = calloc((size_t)s->options.max_rows, sizeof *s->row_numbers);
-  return !s->row_numbers || !s->remote || !s->skip || !s->missing || !s->wanted || !s->wanted_rows;
+  s->ranges = calloc((size_t)s->model->info.layers, sizeof *s->ranges);
+  return !s->ranges || !s->row_numbers || !s->remote || !s->skip || !s->missing || !s->wanted || !s->wanted_rows;
 }
 
 void colibri_remote_close(colibri_session *s) {
-  free(s->remote), free(s->skip), free(s->missing), free(s->wanted), free(s->wanted_rows), free(s->row_numbers);
+  free(s->remote), free(s->skip), free(s->missing), free(s->wanted), free(s->wanted_rows), free(s->row_numbers), free(s->ranges);
 }
 
 int colibri_session_remote(colibri_session *s, const uint8_t *remote, colibri_error *err) {
@@ -30,6 +31,24 @@ int colibri_session_remote(colibri_session *s, const uint8_t *remote, colibri_er
   s->has_remote = 0;
   for (size_t i = 0; i < n; i++) s->has_remote |= s->remote[i] = remote && remote[i];
   return COLIBRI_OK;
+}
+
+int colibri_session_remote_layers(colibri_session *s, const int32_t (*ranges)[2], int32_t n, colibri_error *err) {
+  int32_t layers = s->model->info.layers, before = 0;
+  if (s->stage != COLIBRI_STAGE_IDLE) return colibri_fail(err, COLIBRI_ESTATE, "a step is under way: resume it or abandon it first");
+  if (n < 0 || n > layers || (n && !ranges)) return colibri_fail(err, COLIBRI_EINVAL, "%d ranges of layers: there can be 0 to %d", n, layers);
+  for (int i = 0; i < n; before = ranges[i++][1])
+    if (ranges[i][0] < before || ranges[i][1] <= ranges[i][0] || ranges[i][1] > layers)
+      return colibri_fail(err, COLIBRI_EINVAL, "layers %d to %d: ranges must ascend, be apart and lie within the model's %d", ranges[i][0], ranges[i][1], layers);
+  if (n) memcpy(s->ranges, ranges, sizeof *ranges * (size_t)n);
+  s->n_ranges = n;
+  return COLIBRI_OK;
+}
+
+int colibri_remote_range(const colibri_session *s, int layer) {
+  for (int i = 0; i < s->n_ranges; i++)
+    if (s->ranges[i][0] == layer) return s->ranges[i][1];
+  return 0;
 }
 
 int colibri_remote_find(colibri_session *s, int layer) {
@@ -61,7 +80,7 @@ int64_t colibri_prepared_bytes(const colibri_session *s, int32_t layer) {
 
 /* Experts that are wanted in the layer the step stands in, each at most once. */
 static int check_wanted(const colibri_session *s, const int32_t *experts, int32_t n, colibri_error *err) {
-  if (s->stage == COLIBRI_STAGE_IDLE) return colibri_fail(err, COLIBRI_ESTATE, "no step waits for experts from elsewhere");
+  if (s->stage != COLIBRI_STAGE_ROUTED && s->stage != COLIBRI_STAGE_LOCAL) return colibri_fail(err, COLIBRI_ESTATE, "no step waits for experts from elsewhere");
   for (int i = 0; i < n; i++) {
     int wanted = 0;
     for (int k = 0; k < s->n_wanted; k++) wanted |= s->wanted[k] == experts[i];
@@ -81,7 +100,11 @@ static int64_t pairs_of(const colibri_session *s, const int32_t *experts, int32_
 
 int colibri_remote_state(const colibri_session *s, colibri_remote *out) {
   if (s->stage == COLIBRI_STAGE_IDLE) return COLIBRI_ESTATE;
-  *out = (colibri_remote){.layer = s->layer, .n_rows = s->n_rows, .n_experts = s->n_wanted,
+  if (s->stage == COLIBRI_STAGE_LAYERS) {
+    *out = (colibri_remote){.kind = COLIBRI_REMOTE_LAYERS, .layer = s->layer, .end = s->range_end, .n_rows = s->n_rows};
+    return COLIBRI_OK;
+  }
+  *out = (colibri_remote){.kind = COLIBRI_REMOTE_EXPERTS, .layer = s->layer, .end = s->layer + 1, .n_rows = s->n_rows, .n_experts = s->n_wanted,
                           .weighs_input = s->model->router.apply_at == COLIBRI_APPLY_INPUT, .experts = s->wanted, .rows = s->wanted_rows};
   return COLIBRI_OK;
 }
@@ -126,6 +149,11 @@ int colibri_remote_put(colibri_session *s, const int32_t *experts, int32_t n, co
     s->missing[experts[i]] = 0;
   }
   return COLIBRI_OK;
+}
+
+float *colibri_remote_x(colibri_session *s, int64_t *stride) {
+  *stride = s->env.arena.dims.hidden_pad;
+  return s->stage == COLIBRI_STAGE_LAYERS ? s->env.arena.x0 : NULL;
 }
 
 int colibri_remote_compute(colibri_session *s, const int32_t *experts, int32_t n, colibri_error *err) {

@@ -180,6 +180,7 @@ int colibri_session_routes(const colibri_session *s, int32_t *experts, float *we
   const colibri_model_info *i = &s->model->info;
   int64_t row = (int64_t)s->n_rows * i->top_k, stride = (int64_t)s->options.max_rows * i->top_k;
   if (!s->options.trace_routes) return colibri_fail(err, COLIBRI_ESTATE, "the session keeps no routes; open it with trace_routes = 1");
+  if (s->n_ranges) return colibri_fail(err, COLIBRI_ESTATE, "routes are not known while layers are computed elsewhere");
   if (count < i->router_layers * row)
     return colibri_fail(err, COLIBRI_EINVAL, "routes need room for %lld entries, there is room for %lld", (long long)(i->router_layers * row), (long long)count);
   for (int l = 0; l < i->router_layers; l++) {

@@ -53,6 +53,8 @@ struct colibri_session {
   int32_t *wanted, *wanted_rows; /* [experts] remote experts that have rows in the layer the step stands in, ascending, and how many */
   uint8_t *missing;          /* [experts] those whose outputs are not there yet */
   int n_wanted;
+  int32_t (*ranges)[2];      /* [layers] of which n_ranges are layers computed elsewhere: first and end */
+  int n_ranges, range_end;   /* range_end: of the range the step stands before */
   int32_t *row_numbers;      /* [max_rows] of rows being packed */
   const colibri_batch *batch; /* of the running step */
   int layer, router_layer;   /* where it is */
@@ -63,7 +65,8 @@ struct colibri_session {
 enum colibri_stage {
   COLIBRI_STAGE_IDLE = 0,
   COLIBRI_STAGE_ROUTED = 1,  /* handed out: nothing of the layer's experts is done */
-  COLIBRI_STAGE_LOCAL = 2    /* handed out: the experts that are computed here are done */
+  COLIBRI_STAGE_LOCAL = 2,   /* handed out: the experts that are computed here are done */
+  COLIBRI_STAGE_LAYERS = 3   /* stands before layers computed elsewhere */
 };
 
 /* Looks whether processes of active lanes have ended; their lanes get a new epoch. Returns how many were found dead. */
@@ -79,12 +82,18 @@ int colibri_worker_attach_session(colibri_session *session, colibri_worker **out
 uint64_t colibri_op_end(colibri_session *s, int op);
 /* Makes every READY lane part of what is run next. COLIBRI_ENOLANES if there is none, nor one of the front end's. */
 int colibri_session_gather(colibri_session *s, colibri_error *err);
-/* Packs each expert's rows into a mini-batch: expert_first, pair_row, pair_weight (row_pairs) of the arena. ids, weights [n_rows, top_k]. */
+/* Packs each expert's rows into a mini-batch: expert_first, pair_row, pair_weight (row_pairs) of the arena. ids, weights [n_rows, top_k]. rerouted: rows that
+ * damping changed, for the telemetry; COLIBRI_UNCOUNTED leaves it alone. */
+#define COLIBRI_UNCOUNTED (-1)
 void colibri_session_dispatch(colibri_session *s, int layer, const int32_t *ids, const float *weights, int rerouted);
 /* The experts' phases, without those in skip[]. */
 void colibri_session_experts(colibri_session *s, int layer);
+/* Makes x0 of x1 and the outputs, where the down products have not. */
+void colibri_session_combine(colibri_session *s, int layer);
 /* Sets up wanted[] and missing[] of a layer that has been routed. Returns how many experts are wanted from elsewhere. */
 int colibri_remote_find(colibri_session *s, int layer);
+/* The end of the range of layers computed elsewhere that begins with this one; 0: none does. */
+int colibri_remote_range(const colibri_session *s, int layer);
 /* Memory of remote.c. Nonzero if there is none. */
 int colibri_remote_open(colibri_session *s);
 void colibri_remote_close(colibri_session *s);

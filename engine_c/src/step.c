@@ -23,6 +23,8 @@ static int check_routing(const colibri_session *s, const colibri_batch *b, int n
   if (q->damping < -1 || q->damping >= b->n_dampings)
     return colibri_fail(err, COLIBRI_EINVAL, "sequence %d: damping %d is outside the batch's %d; -1 is none", n, q->damping, b->n_dampings);
   const colibri_damping *p = q->damping < 0 ? NULL : &b->dampings[q->damping];
+  if (s->n_ranges && (q->margins || (p && p->kind != COLIBRI_DAMPING_OFF)))
+    return colibri_fail(err, COLIBRI_EINVAL, "sequence %d: no %s while layers are computed elsewhere", n, q->margins ? "margins of routes" : "damping");
   if (!p || p->kind == COLIBRI_DAMPING_OFF || p->scope == COLIBRI_SCOPE_BATCH) return COLIBRI_OK;
   if (q->slot < 0) return colibri_fail(err, COLIBRI_EINVAL, "sequence %d: damping of scope sequence needs a slot", n);
   if (q->start && q->start != s->counts.next[q->slot])
@@ -219,7 +221,7 @@ void colibri_session_dispatch(colibri_session *s, int layer, const int32_t *ids,
   int64_t n = (int64_t)s->n_rows * k;
   memset(s->expert_at, 0, sizeof(int32_t) * (size_t)experts);
   for (int64_t i = 0; i < n; i++) s->expert_at[ids[i]]++;
-  colibri_counts_queues(&s->counts, layer, s->expert_at, s->n_rows, rerouted);
+  if (rerouted != COLIBRI_UNCOUNTED) colibri_counts_queues(&s->counts, layer, s->expert_at, s->n_rows, rerouted);
   int32_t at = 0;
   for (int e = 0; e < experts; e++) {
     int32_t count = s->expert_at[e];
@@ -311,7 +313,7 @@ void colibri_session_experts(colibri_session *s, int layer) {
   colibri_phase_run(s, COLIBRI_OP_DOWN, layer, colibri_cut_down(s, layer), 0);
 }
 
-static void combine(colibri_session *s, int layer) {
+void colibri_session_combine(colibri_session *s, int layer) {
   if (s->options.split_down) colibri_phase_run(s, COLIBRI_OP_COMBINE, layer, colibri_cut_combine(s), 0);
 }
 
@@ -364,18 +366,25 @@ static int begin_step(colibri_session *s, const colibri_batch *batch, colibri_er
   return COLIBRI_OK;
 }
 
+static int hand_out(colibri_session *s, int stage, int layers) {
+  s->stage = stage;
+  s->stats.remote_layers += (uint32_t)layers;
+  s->left_at = colibri_now_ns();
+  return COLIBRI_NEEDS_REMOTE;
+}
+
 /* From s->layer on: to the end, or to where something is wanted from elsewhere. */
 static int run_on(colibri_session *s, colibri_row_result *results, int32_t *seq_status) {
   for (; s->layer < s->model->info.layers; s->layer++) {
-    run_to_experts(s, s->layer);
-    if (s->has_remote && colibri_remote_find(s, s->layer)) {
-      s->stage = COLIBRI_STAGE_ROUTED;
-      s->stats.remote_layers++;
-      s->left_at = colibri_now_ns();
-      return COLIBRI_NEEDS_REMOTE;
+    s->range_end = colibri_remote_range(s, s->layer);
+    if (s->range_end) {
+      if (!s->layer) run_rows(s, COLIBRI_OP_PREPARE_ATTENTION, 0, s->n_rows); /* embeds */
+      return hand_out(s, COLIBRI_STAGE_LAYERS, s->range_end - s->layer);
     }
+    run_to_experts(s, s->layer);
+    if (s->has_remote && colibri_remote_find(s, s->layer)) return hand_out(s, COLIBRI_STAGE_ROUTED, 1);
     colibri_session_experts(s, s->layer);
-    combine(s, s->layer);
+    colibri_session_combine(s, s->layer);
   }
   run_head(s);
   give_results(s, results, seq_status);
@@ -413,8 +422,32 @@ int colibri_step_local(colibri_session *s, colibri_error *err) {
   return COLIBRI_OK;
 }
 
+/* Layers with a router among those. */
+static int count_routers(const colibri_session *s, int first, int end) {
+  int n = 0;
+  for (int layer = first; layer < end; layer++) n += s->model->layers[layer].router != NULL;
+  return n;
+}
+
+/* Goes on behind layers that were computed elsewhere. */
+static int resume_behind(colibri_session *s, colibri_row_result *results, int32_t *seq_status, colibri_step_stats *stats) {
+  const colibri_arena *a = &s->env.arena;
+  colibri_guard_enter();
+  take_back(s);
+  for (int row = 0; row < s->n_rows; row++)
+    if (isnan(a->x0[(int64_t)row * a->dims.hidden_pad]) && !a->row_error[row]) a->row_error[row] = (uint32_t)s->range_end; /* in the last of them */
+  s->stage = COLIBRI_STAGE_IDLE;
+  s->router_layer += count_routers(s, s->layer, s->range_end);
+  s->layer = s->range_end;
+  int rc = run_on(s, results, seq_status);
+  colibri_guard_leave();
+  if (!rc && stats) *stats = s->stats;
+  return rc;
+}
+
 int colibri_step_resume(colibri_session *s, colibri_row_result *results, int32_t *seq_status, colibri_step_stats *stats, colibri_error *err) {
   if (s->stage == COLIBRI_STAGE_IDLE) return colibri_fail(err, COLIBRI_ESTATE, "no step is under way");
+  if (s->stage == COLIBRI_STAGE_LAYERS) return resume_behind(s, results, seq_status, stats);
   for (int i = 0; i < s->n_wanted; i++)
     if (s->missing[s->wanted[i]]) return colibri_fail(err, COLIBRI_ESTATE, "layer %d: the outputs of expert %d are missing", s->layer, s->wanted[i]);
   int rc = s->stage == COLIBRI_STAGE_ROUTED ? colibri_step_local(s, err) : COLIBRI_OK;
@@ -422,7 +455,7 @@ int colibri_step_resume(colibri_session *s, colibri_row_result *results, int32_t
   colibri_guard_enter();
   take_back(s);
   s->stage = COLIBRI_STAGE_IDLE;
-  combine(s, s->layer++);
+  colibri_session_combine(s, s->layer++);
   rc = run_on(s, results, seq_status);
   colibri_guard_leave();
   if (!rc && stats) *stats = s->stats;
@@ -436,4 +469,51 @@ void colibri_step_abandon(colibri_session *s) {
   if (s->damped) colibri_damper_restore(&s->damper, s->batch);
   for (int n = 0; n < s->batch->n_seqs; n++)
     if (s->batch->seqs[n].slot >= 0) s->counts.next[s->batch->seqs[n].slot] = s->batch->seqs[n].start;
+}
+
+/* ---------------------------------------------------------------- layers by themselves, for another's step */
+
+static void take_x(colibri_session *s, const float *x) {
+  const colibri_arena *a = &s->env.arena;
+  int hidden = s->model->info.hidden, pad = a->dims.hidden_pad;
+  for (int row = 0; row < s->n_rows; row++, x += hidden) {
+    a->tokens[row] = COLIBRI_NO_TOKEN;
+    memcpy(a->x0 + (int64_t)row * pad, x, sizeof *x * (size_t)hidden);
+    memset(a->x0 + (int64_t)row * pad + hidden, 0, sizeof *x * (size_t)(pad - hidden));
+  }
+}
+
+static void give_x(const colibri_session *s, float *x) {
+  const colibri_arena *a = &s->env.arena;
+  int hidden = s->model->info.hidden;
+  for (int row = 0; row < s->n_rows; row++, x += hidden) {
+    memcpy(x, a->x0 + (int64_t)row * a->dims.hidden_pad, sizeof *x * (size_t)hidden);
+    for (int i = 0; a->row_error[row] && i < hidden; i++) x[i] = NAN;
+  }
+}
+
+/* The batch has been taken in. */
+static void run_layers(colibri_session *s, int first, int end, float *x) {
+  s->damped = s->margins = s->n_logits = 0;
+  for (int n = 0; n < s->n_seqs; n++) s->env.arena.seqs[n].n_logits = 0;
+  take_x(s, x);
+  s->router_layer = count_routers(s, 0, first);
+  for (s->layer = first; s->layer < end; s->layer++) {
+    run_to_experts(s, s->layer);
+    colibri_session_experts(s, s->layer);
+    colibri_session_combine(s, s->layer);
+  }
+  give_x(s, x);
+}
+
+int colibri_layers_run(colibri_session *s, const colibri_batch *batch, int32_t first, int32_t end, float *x, int32_t *seq_status, colibri_error *err) {
+  int layers = s->model->info.layers;
+  if (first < 0 || end <= first || end > layers)
+    return colibri_fail(err, COLIBRI_EINVAL, "layers %d to %d: the model has 0 to %d", first, end, layers);
+  colibri_guard_enter();
+  int rc = begin_step(s, batch, err);
+  if (!rc) run_layers(s, first, end, x);
+  if (!rc) give_results(s, NULL, seq_status);
+  colibri_guard_leave();
+  return rc;
 }

@@ -38,7 +38,7 @@ static void prepare_attention(colibri_lane_env *env, const colibri_phase *p, con
   const colibri_layer *layer = &env->model->layers[p->layer];
   for (int row = t->a0; row < t->a1; row++) {
     float *x = a->x0 + (int64_t)row * a->dims.hidden_pad;
-    if (p->layer == 0) {
+    if (p->layer == 0 && a->tokens[row] != COLIBRI_NO_TOKEN) {
       colibri_matrix_row(&env->model->embed, a->tokens[row], x);
       memset(x + i->hidden, 0, sizeof(float) * (size_t)(a->dims.hidden_pad - i->hidden));
     }
