@@ -293,7 +293,7 @@ def _best(start: Packing, price: float) -> Packing:
         improve(other)
         candidates.append(other)
     if len(start.loads) * len(start.speeds) <= SMALL:
-        candidates += [shake(candidate) for candidate in candidates]
+        candidates += [shaken for candidate in candidates if (shaken := shake(candidate)) is not candidate]
     for other in candidates[1:]:
         relabel(other, start.copies)
     limits = [min(0.0, room) for room in start.room]

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from workers.balance import ONE_NODE, BalancePlan, plan_balance
 
@@ -76,7 +76,19 @@ def held(case: Case, copies: Sequence[Sequence[Sequence[int]]], node: int) -> in
     )
 
 
+FULL_BUT_ONE = Case(
+    nodes=[0, 1, 2, 3],
+    loads=[[*[0.0] * 19, 1.0, 1.0]],
+    sizes=[[*[1] * 10, 18, *[1] * 10]],
+    current=[[*[[0]] * 10, [3], *[[0]] * 7, [1], [0], [1]]],
+    replicas=1,
+    speeds={0: 2.0, 1: 1.0, 2: 1.0, 3: 2.0},
+    capacity={0: 36, 1: 0, 2: 0, 3: 0},
+)
+
+
 @settings(deadline=None, max_examples=80)
+@example(FULL_BUT_ONE)
 @given(cases())
 def test_plan_keeps_every_bound(case: Case) -> None:
     plan = case.plan(**FREE)
