@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from http.server import HTTPServer
 from threading import Thread
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from engine_c import OPERATIONS
 from service.engine import EngineTotals
+from service.exposition import serve_page
 from service.load_metrics import load_families
 from service.load_watch import LoadWatch
 from service.plan import SchedulerStats
@@ -72,7 +73,7 @@ class Metrics:
 
     def serve(self, host: str, port: int) -> None:
         """Starts the HTTP server. Raises OSError if the address cannot be had."""
-        self._http = start_http_server(port, addr=host, registry=self.registry)
+        self._http = serve_page(self.registry, host=host, port=port)
 
     def close(self) -> None:
         """Stops the HTTP server."""

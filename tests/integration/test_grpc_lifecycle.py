@@ -244,9 +244,10 @@ def test_metrics_have_the_names_that_dashboards_read(tiny_model: Path) -> None:
 
 
 def scraped(server: Serving) -> dict[str, str]:
-    """Values by name and labels."""
-    url = f"http://127.0.0.1:{server.server.metrics.port}/metrics"
-    text = urllib.request.urlopen(url, timeout=PATIENCE).read().decode()
+    """Values by name and labels, as Prometheus gets them, which prefers OpenMetrics."""
+    accepted = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"
+    request = urllib.request.Request(f"http://127.0.0.1:{server.server.metrics.port}/metrics", headers={"Accept": accepted})
+    text = urllib.request.urlopen(request, timeout=PATIENCE).read().decode()
     return dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
 
 
