@@ -5,6 +5,7 @@ Real nodes are in tests/numa. Everything else is real: pages are migrated, copie
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
@@ -37,7 +38,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Node MISSING is taken for node 0 in what the kernel is asked, and node 0's memory for its own."""
     call, use, pages = numa._call, numa.memory_use, numa.pages_elsewhere
 
-    def ask(name: str, address: int | None, length: int | None, mode: int, node: int, *, flags: int = 0) -> str:
+    def ask(name: str, address: int | None, length: int | None, mode: int, node: int, *, flags: int = 0) -> tuple[str, int]:
         return call(name, address, length, mode, 0 if node == MISSING else node, flags=flags)
 
     def look(address: int, path: str = "/proc/self/numa_maps") -> MemoryUse | None:
@@ -167,7 +168,7 @@ def test_refused_migration_changes_nothing_and_is_said_once(
     model: Path, undisturbed: list[list[int]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with placed(model) as team:
-        monkeypatch.setattr(numa, "_call", lambda name, *_, **__: f"{name} to node 1: Operation not permitted")
+        monkeypatch.setattr(numa, "_call", lambda name, *_, **__: (f"{name} to node 1: Operation not permitted", errno.EPERM))
         before = team.balance()
         uneven = [[100.0, 90.0, 80.0, 70.0, 1.0, 1.0, 1.0, 1.0]] * team.model.info.layers
         for _ in range(3):
