@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fault.harness import Decoding, config, descriptors, limit, wait_for
+from tests.fault.harness import Decoding, config, descriptors, limit, signalled, wait_for
 from tests.fault.test_placement import MISSING, two_nodes
 from workers import numa
 from workers.automatic import Automatic
@@ -128,7 +128,7 @@ def test_worker_killed_while_experts_move_comes_back_with_what_there_is_then(mod
             if step % 10 == 5:
                 for worker in team.supervisor.snapshot().workers:
                     if worker.pid is not None and worker.state is State.READY:
-                        os.kill(worker.pid, signal.SIGKILL)
+                        signalled(worker.pid, signal.SIGKILL)
 
         def all_of_it() -> BalanceReport:
             reports = [team.rebalance(loads(team), replicas=count, min_gain=0.0) for count in (2, 0, 1)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import threading
@@ -22,6 +21,7 @@ from colibri.v1 import inference_pb2 as pb, inference_pb2_grpc
 from engine_c import EngineError
 from service.client import Client, generate_request
 from service.config import ConfigError
+from tests.fault.harness import signalled
 from tests.integration.serving import PATIENCE, Serving, reason, retry_seconds, serving, serving_process, until
 
 READINESS = "colibri.v1.Inference"
@@ -191,7 +191,7 @@ def kill_one(team: Serving, step: int) -> None:
     """SIGKILL to one of the workers, in turn."""
     pids = [worker.pid for worker in team.server.default.team.supervisor.snapshot().workers if worker.pid]
     if pids:
-        os.kill(pids[step % len(pids)], signal.SIGKILL)
+        signalled(pids[step % len(pids)], signal.SIGKILL)
 
 
 # ---------------------------------------------------------------- health and metrics
