@@ -6,43 +6,24 @@ The library's OpenMetrics writer makes vllm:NAME to vllm_NAME in samples, and Pr
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable
-from http.server import HTTPServer
-from socketserver import ThreadingMixIn
+from http.server import HTTPServer, ThreadingHTTPServer
 from threading import Thread
-from typing import TYPE_CHECKING
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client import CollectorRegistry, make_wsgi_app
-
-if TYPE_CHECKING:
-    from _typeshed.wsgi import StartResponse, WSGIEnvironment
+from prometheus_client import CollectorRegistry, MetricsHandler
 
 
-class _PageServer(ThreadingMixIn, WSGIServer):
-    daemon_threads = True
-
-
-class _SixServer(_PageServer):
-    address_family = socket.AF_INET6
-
-
-class _Silent(WSGIRequestHandler):
-    def log_message(self, format: str, *args: object) -> None:
-        """Scrapes are not worth a line."""
+class _PlainPage(MetricsHandler):
+    def do_GET(self) -> None:
+        """Answers as if nothing but the plain format were known."""
+        del self.headers["Accept"]
+        super().do_GET()
 
 
 def serve_page(registry: CollectorRegistry, *, host: str, port: int) -> tuple[HTTPServer, Thread]:
     """Starts the server, in a daemon thread. Raises OSError if the address cannot be had."""
-    page = make_wsgi_app(registry)
-
-    def plain(environ: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
-        environ.pop("HTTP_ACCEPT", None)
-        answer: Iterable[bytes] = page(environ, start)
-        return answer
-
-    kind = _SixServer if ":" in host else _PageServer
-    server = make_server(host.strip("[]"), port, plain, kind, handler_class=_Silent)
+    family, _, _, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
+    kind = type("PageServer", (ThreadingHTTPServer,), {"address_family": family})
+    server: HTTPServer = kind(address[:2], _PlainPage.factory(registry))
     thread = Thread(target=server.serve_forever, name="metrics", daemon=True)
     thread.start()
     return server, thread

@@ -38,20 +38,20 @@ def bind_memory(address: int, length: int, node: int, *, strictly: bool = True) 
 
     strictly: never from another node, not even when the node is full. Returns what was refused, "" if nothing.
     """
-    return _call("mbind", address, length, MPOL_BIND if strictly else MPOL_PREFERRED, node)
+    return _call("mbind", address, length, MPOL_BIND if strictly else MPOL_PREFERRED, node)[0]
 
 
 def move_memory(address: int, length: int, node: int) -> tuple[str, bool]:
     """Moves a mapping's pages, which must be in this process's page tables, to a node, whoever has mapped them, and binds them there.
     Others may read them meanwhile. Needs CAP_SYS_NICE. Returns what was refused, "" if nothing, and whether that was because some pages
     were held at that moment, or had to be split: trying again may help."""
-    refused = _call("mbind", address, length, MPOL_BIND, node, flags=MPOL_MF_STRICT | MPOL_MF_MOVE_ALL)
-    return refused, refused.endswith(os.strerror(errno.EIO))
+    refused, number = _call("mbind", address, length, MPOL_BIND, node, flags=MPOL_MF_STRICT | MPOL_MF_MOVE_ALL)
+    return refused, number == errno.EIO
 
 
 def prefer_memory(node: int) -> str:
     """Asks for the calling thread's, and its later threads', memory of a node where there is some. Returns what was refused."""
-    return _call("set_mempolicy", None, None, MPOL_PREFERRED, node)
+    return _call("set_mempolicy", None, None, MPOL_PREFERRED, node)[0]
 
 
 def run_on(cpus: Iterable[int]) -> str:
@@ -102,13 +102,14 @@ def parse_numa_maps_line(line: str) -> MemoryUse:
     return MemoryUse(words[1], {node: count * page for node, count in counts.items()})
 
 
-def _call(name: str, address: int | None, length: int | None, mode: int, node: int, *, flags: int = 0) -> str:
+def _call(name: str, address: int | None, length: int | None, mode: int, node: int, *, flags: int = 0) -> tuple[str, int]:
+    """Returns what was refused and the error's number; "" and 0 if nothing, 0 also if the kernel was not asked."""
     machine = os.uname().machine
     number = _NUMBERS.get(machine, {}).get(name)
     if number is None:
-        return f"{name}: not known on {machine}"
+        return f"{name}: not known on {machine}", 0
     if not 0 <= node < _MASK_BITS:
-        return f"{name}: node {node} is out of range"
+        return f"{name}: node {node} is out of range", 0
     mask = (ctypes.c_ulong * (_MASK_BITS // _WORD))()
     mask[node // _WORD] = 1 << node % _WORD
     where = [] if address is None else [ctypes.c_void_p(address), ctypes.c_ulong(length or 0)]
@@ -116,5 +117,6 @@ def _call(name: str, address: int | None, length: int | None, mode: int, node: i
     bits = ctypes.c_ulong(_MASK_BITS)
     last = [] if address is None else [ctypes.c_uint(flags)]
     if libc.syscall(ctypes.c_long(number), *where, ctypes.c_long(mode), mask, bits, *last):
-        return f"{name} to node {node}: {os.strerror(ctypes.get_errno())}"
-    return ""
+        refusal = ctypes.get_errno()
+        return f"{name} to node {node}: {os.strerror(refusal)}", refusal
+    return "", 0

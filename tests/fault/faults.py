@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import signal
 import threading
@@ -12,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from colibri.v1 import operator_pb2 as op
-from tests.fault.harness import wait_for
+from tests.fault.harness import signalled, wait_for
 from tests.fault.inject import exit_quietly, take_memory
 from tests.fault.memory_group import MemoryGroup
 from tests.fault.served import START_S, RolledBack, Served
@@ -65,17 +64,12 @@ def strike(kind: Kind, served: Served, rng: random.Random) -> Event:
 # ---------------------------------------------------------------- kinds
 
 
-def _kill(pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
-
-
 def by_signal(number: signal.Signals, *, stall_s: float) -> Kind:
     """A signal to one worker."""
 
     def apply(served: Served, rng: random.Random) -> list[int]:
         victim = rng.choice(served.ready()).pid
-        _kill(victim, number)
+        signalled(victim, number)
         return [victim]
 
     return Kind(number.name, apply, stall_s, recovery_s=max(1.0, 1.0 + stall_s))
@@ -84,7 +78,7 @@ def by_signal(number: signal.Signals, *, stall_s: float) -> Kind:
 def _all_at_once(served: Served, rng: random.Random) -> list[int]:
     victims = [worker.pid for worker in served.ready()]
     for victim in victims:
-        _kill(victim, signal.SIGKILL)
+        signalled(victim, signal.SIGKILL)
     return victims
 
 
@@ -92,11 +86,11 @@ def _while_starting(served: Served, rng: random.Random) -> list[int]:
     """Kills a worker, then its successor as soon as there is one."""
     victim = rng.choice(served.ready()).pid
     before = set(served.pids())
-    _kill(victim, signal.SIGKILL)
+    signalled(victim, signal.SIGKILL)
     wait_for(lambda: bool(set(served.pids()) - before), seconds=RECOVERY_S, what="a successor")
     successors = set(served.pids()) - before
     for successor in successors:
-        _kill(successor, rng.choice([signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP]))
+        signalled(successor, rng.choice([signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP]))
     return [victim, *successors]
 
 
@@ -137,7 +131,7 @@ def _scale_down(served: Served, rng: random.Random) -> list[int]:
 def _scale_amid_kills(served: Served, rng: random.Random) -> list[int]:
     """Kills a worker while the number of workers changes. The change may fail, but then all is as it was."""
     victim, wish = rng.choice(served.ready()).pid, rng.randint(1, MOST_WORKERS)
-    killer = threading.Timer(rng.uniform(0.0, 0.3), _kill, (victim, signal.SIGKILL))
+    killer = threading.Timer(rng.uniform(0.0, 0.3), signalled, (victim, signal.SIGKILL))
     killer.start()
     with contextlib.suppress(RolledBack):
         served.scale(wish)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -83,6 +84,15 @@ def wait_for(condition: Callable[[], bool], *, seconds: float, what: str) -> flo
             raise AssertionError(f"{what}: not within {seconds * PATIENCE} s")
         time.sleep(0.002)
     return time.monotonic() - start
+
+
+def signalled(pid: int, number: signal.Signals) -> bool:
+    """Sends a signal; False if the process has ended since it was looked for, as those that were struck before may have."""
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def alive(pids: Sequence[int]) -> list[int]:

@@ -5,6 +5,7 @@ Real nodes are in tests/numa. Everything else is real: pages are migrated, copie
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
@@ -19,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fault.harness import Decoding, config, descriptors, limit, wait_for
+from tests.fault.harness import Decoding, config, descriptors, limit, signalled, wait_for
 from tests.fault.test_placement import MISSING, two_nodes
 from workers import numa
 from workers.automatic import Automatic
@@ -37,7 +38,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Node MISSING is taken for node 0 in what the kernel is asked, and node 0's memory for its own."""
     call, use, pages = numa._call, numa.memory_use, numa.pages_elsewhere
 
-    def ask(name: str, address: int | None, length: int | None, mode: int, node: int, *, flags: int = 0) -> str:
+    def ask(name: str, address: int | None, length: int | None, mode: int, node: int, *, flags: int = 0) -> tuple[str, int]:
         return call(name, address, length, mode, 0 if node == MISSING else node, flags=flags)
 
     def look(address: int, path: str = "/proc/self/numa_maps") -> MemoryUse | None:
@@ -127,7 +128,7 @@ def test_worker_killed_while_experts_move_comes_back_with_what_there_is_then(mod
             if step % 10 == 5:
                 for worker in team.supervisor.snapshot().workers:
                     if worker.pid is not None and worker.state is State.READY:
-                        os.kill(worker.pid, signal.SIGKILL)
+                        signalled(worker.pid, signal.SIGKILL)
 
         def all_of_it() -> BalanceReport:
             reports = [team.rebalance(loads(team), replicas=count, min_gain=0.0) for count in (2, 0, 1)]
@@ -167,7 +168,7 @@ def test_refused_migration_changes_nothing_and_is_said_once(
     model: Path, undisturbed: list[list[int]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with placed(model) as team:
-        monkeypatch.setattr(numa, "_call", lambda name, *_, **__: f"{name} to node 1: Operation not permitted")
+        monkeypatch.setattr(numa, "_call", lambda name, *_, **__: (f"{name} to node 1: Operation not permitted", errno.EPERM))
         before = team.balance()
         uneven = [[100.0, 90.0, 80.0, 70.0, 1.0, 1.0, 1.0, 1.0]] * team.model.info.layers
         for _ in range(3):

@@ -15,7 +15,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from service.client import Client
-from tests.fault.harness import limit, wait_for
+from tests.fault.harness import limit, signalled, wait_for
 from tests.fault.inject import exit_quietly
 from tests.fault.load import Load, answers, request, tokens_of
 from tests.fault.served import RolledBack, Served, colibri_serve
@@ -115,8 +115,7 @@ def test_scaling_with_a_fault_at_every_step_fails_no_call(served_model: Path, tm
 
 def kill_all(pids: list[int]) -> None:
     for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+        signalled(pid, signal.SIGKILL)
 
 
 # ---------------------------------------------------------------- nobody computes

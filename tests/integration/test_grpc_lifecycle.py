@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import threading
@@ -22,6 +21,7 @@ from colibri.v1 import inference_pb2 as pb, inference_pb2_grpc
 from engine_c import EngineError
 from service.client import Client, generate_request
 from service.config import ConfigError
+from tests.fault.harness import signalled
 from tests.integration.serving import PATIENCE, Serving, reason, retry_seconds, serving, serving_process, until
 
 READINESS = "colibri.v1.Inference"
@@ -191,7 +191,7 @@ def kill_one(team: Serving, step: int) -> None:
     """SIGKILL to one of the workers, in turn."""
     pids = [worker.pid for worker in team.server.default.team.supervisor.snapshot().workers if worker.pid]
     if pids:
-        os.kill(pids[step % len(pids)], signal.SIGKILL)
+        signalled(pids[step % len(pids)], signal.SIGKILL)
 
 
 # ---------------------------------------------------------------- health and metrics
@@ -244,9 +244,10 @@ def test_metrics_have_the_names_that_dashboards_read(tiny_model: Path) -> None:
 
 
 def scraped(server: Serving) -> dict[str, str]:
-    """Values by name and labels."""
-    url = f"http://127.0.0.1:{server.server.metrics.port}/metrics"
-    text = urllib.request.urlopen(url, timeout=PATIENCE).read().decode()
+    """Values by name and labels, as Prometheus gets them, which prefers OpenMetrics."""
+    accepted = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"
+    request = urllib.request.Request(f"http://127.0.0.1:{server.server.metrics.port}/metrics", headers={"Accept": accepted})
+    text = urllib.request.urlopen(request, timeout=PATIENCE).read().decode()
     return dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
 
 
