@@ -36,6 +36,8 @@ USUAL_SOCKET = "/var/run/docker.sock"
 AUTHORITIES = Path("/etc/ssl/certs/ca-certificates.crt")
 PASSED_ON = ("PIP_INDEX_URL", "http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
 """What says how this machine reaches PyPI; a build's containers are told the same."""
+BACK_S = 40
+"""For a container to be restarted, found again and given its share."""
 _T = TypeVar("_T")
 
 
