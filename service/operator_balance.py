@@ -15,8 +15,8 @@ from service.faults import InvalidField, OperatorFault
 from service.hosted import Hosted
 from service.load import SPANS
 from service.models import ModelHost
-from service.operator_calls import change
 from service.nodes.balancing import NodesReport
+from service.operator_calls import change
 from workers.rebalancing import BalanceReport
 
 _Report = TypeVar("_Report")

@@ -28,7 +28,8 @@ def register(app: typer.Typer) -> None:
     def rebalance(
         dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")] = False,
         replicas: Annotated[
-            int | None, typer.Option(min=0, max=1024, help="Further copies of experts a layer may have (0; between processes: by nodes_slack).")
+            int | None,
+            typer.Option(min=0, max=1024, help="Further copies of experts a layer may have (0; between processes: by nodes_slack)."),
         ] = None,
         recording: Annotated[
             Path | None, typer.Option("--from", metavar="FILE", help="With --dry-run: plan from what `colibri record` wrote; no server.")

@@ -1,9 +1,9 @@
 """Gives nodes that take any share their own, off the engine's way: additions first, so that every expert has a holder throughout.
 
-Several front ends may ask the same nodes. They deal by the names of the nodes alone, so those that see the same deal alike. What nodes hold is
-left as it is where it will do (shares.suits), so one that starts, or sees a node come or go after another has dealt, changes nothing. A node
-whose share another front end has changed meanwhile keeps that. Only if some experts are then held by nobody that is seen from here they are
-given out again, and added to what is held: front ends that see different nodes end with more copies, never in a quarrel.
+Several front ends may ask the same nodes. They deal by the names of the nodes alone, so those that see the same deal alike. What nodes
+hold is left as it is where it will do (shares.suits), so one that starts, or sees a node come or go after another has dealt, changes
+nothing. A node whose share another front end has changed meanwhile keeps that. Only if some experts are then held by nobody that is seen
+from here they are given out again, and added to what is held: front ends that see different nodes end with more copies, never in a quarrel.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class Dealing:
                 self._turn.release()
 
     def shift(self, members: Mapping[str, Member], target: Mapping[str, Pairs], deals: int) -> bool:
-        """Makes nodes hold this instead, unless shares have been dealt anew since there were `deals`. If one does not take it, all go back to
-        what they held. Returns whether they took it."""
+        """Makes nodes hold this instead, unless shares have been dealt anew since there were `deals`. If one does not take it, all go back
+        to what they held. Returns whether they took it."""
         with self._turn:
             with self._lock:
                 if self.deals != deals or self._closing:
@@ -152,8 +152,8 @@ class Dealing:
             self._turn.release()
 
     def _assign(self, members: Mapping[str, Member], target: Mapping[str, Pairs], deals: int) -> bool:
-        """Gives these what they are to hold: first all that is new, then, if that worked, nothing else. What no other would hold stays where
-        it is. Returns whether all hold their target."""
+        """Gives these what they are to hold: first all that is new, then, if that worked, nothing else. What no other would hold stays
+        where it is. Returns whether all hold their target."""
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="nodes-share") as threads:
             more = {name: member.held | target[name] for name, member in members.items() if not target[name] <= member.held}
             added = list(threads.map(lambda name: give(members[name], more[name]), more))
@@ -162,14 +162,14 @@ class Dealing:
             kept = frozenset[tuple[int, int]]().union(*(member.held & target[name] for name, member in members.items()))
             wanted = {name: target[name] | (member.held - kept) for name, member in members.items()}
             less = {name: wanted[name] for name, member in members.items() if member.held != wanted[name]}
-            done = all(list(threads.map(lambda name: give(members[name], less[name]), less)))
+            taken = dict(zip(less, threads.map(lambda name: give(members[name], less[name]), less), strict=True))
         with self._lock:
             if self.deals != deals:
                 return False
-            reached = {name for name, member in members.items() if member.held == target[name]}
+            reached = {name for name, member in members.items() if taken.get(name, True) and member.held == target[name]}
             self._due -= reached
             self._instances |= {name: members[name].description.instance for name in reached}
-        return done and reached == members.keys()
+        return reached == members.keys()
 
 
 def give(member: Member, pairs: Pairs) -> bool:

@@ -22,8 +22,8 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The nodes there are at one moment, by name. rows [layers][experts]: keys of those that hold the expert, in the order of names; one that
-    is leaving only if no other does."""
+    """The nodes there are at one moment, by name. rows [layers][experts]: keys of those that hold the expert, in the order of names; one
+    that is leaving only if no other does."""
 
     layers: int
     experts: int

@@ -101,7 +101,7 @@ class Member:
 
     @property
     def holder(self) -> Holder | None:
-        """As the table has it; None if it is not to be asked. One that is draining does what it alone holds until others have been given it."""
+        """As the table has it; None if it is not to be asked. One that is draining does what it alone holds until others have it."""
         link, state = self.link, self.life.state
         leaving = state is State.DRAINING and self.description.assignable
         if link is None or not (leaving or state is State.READY):

@@ -74,9 +74,13 @@ def _totals(nodes: Mapping[str, Nodes]) -> Iterator[Metric]:
         fallback.add_metric([model], totals.fallback_pairs)
         wait.add_metric([model], totals.wait_s)
         dropped.add_metric([model], totals.dropped)
-    moves = CounterMetricFamily("colibri_node_moves", "Experts moved, copied, or given up as copies, to even loads out.", labels=["model_name"])
+    moves = CounterMetricFamily(
+        "colibri_node_moves", "Experts moved, copied, or given up as copies, to even loads out.", labels=["model_name"]
+    )
     ratio = GaugeMetricFamily(
-        "colibri_nodes_max_over_mean", "Load of the node with most over the mean, by shares and loads when last looked at.", labels=["model_name"]
+        "colibri_nodes_max_over_mean",
+        "Load of the node with most over the mean, by shares and loads when last looked at.",
+        labels=["model_name"],
     )
     for model, theirs in nodes.items():
         moves.add_metric([model], theirs.balancer.moved)

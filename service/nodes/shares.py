@@ -9,7 +9,6 @@ Pairs = frozenset[tuple[int, int]]
 """(layer, expert)."""
 
 
-
 def deal(names: Collection[str], experts_of: Sequence[int], *, replicas: int = 1) -> dict[str, Pairs]:
     """(layer, expert) pairs by node: expert e of E goes to node e * n // E of the sorted names, and to the replicas - 1 that follow it.
 

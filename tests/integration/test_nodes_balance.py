@@ -18,7 +18,7 @@ from tests.integration.operating import Operating, Streams, operating, undisturb
 from tests.integration.serving import PATIENCE, Serving, serving, until
 from tests.integration.test_nodes import NodeProcess, free_ports, ready
 
-LAYERS, EXPERTS, TOKENS = 4, 8, 200
+LAYERS, EXPERTS, TOKENS = 4, 8, 150
 ALL = frozenset((layer, expert) for layer in range(LAYERS) for expert in range(EXPERTS))
 Pairs = frozenset[tuple[int, int]]
 
@@ -116,10 +116,6 @@ def pairs_by_node(serving: Serving) -> dict[str, int]:
     return {member.name: member.record.pairs for member in nodes_of(serving).members}
 
 
-def pairs_by_node(serving: Serving) -> dict[str, int]:
-    return {member.name: member.record.pairs for member in nodes_of(serving).members}
-
-
 def spread(serving: Serving, expected: list[list[int]]) -> float:
     """max/mean of the rows that nodes computed for the same answers."""
     before = pairs_by_node(serving)
@@ -182,7 +178,7 @@ def test_experts_move_to_where_they_even_the_load_and_no_token_changes(auto: Aut
         assert report.max_over_mean_after < report.max_over_mean_before
         assert spread(serving, expected) < 1 + 0.75 * (uneven - 1)
         again = rebalance(operated, dry_run=True)
-        assert not (again.moves or again.copies or again.dropped), again.reason
+        assert [*again.moves, *again.copies, *again.dropped] == [], again.reason
 
 
 def applied(before: dict[str, Pairs], report: op.RebalanceResponse) -> dict[str, Pairs]:
@@ -257,3 +253,39 @@ def test_a_restarted_node_gets_its_own_share_again(auto: Auto, tmp_path: Path, e
         until(lambda: held(serving) == before, "it holds what it held")
         assert nodes_of(serving).pool.dealing.deals == deals
         assert undisturbed(serving, TOKENS) == expected
+
+
+def test_a_further_front_end_leaves_what_was_balanced(auto: Auto, tmp_path: Path, expected: list[list[int]]) -> None:
+    auto.start(0, 1, 2)
+    with front(auto, tmp_path) as operated:
+        wait_dealt(operated.serving, "n0", "n1", "n2")
+        assert undisturbed(operated.serving, TOKENS) == expected
+        wait_known(operated, 8 * (TOKENS - 1))
+        report = rebalance(operated)
+        assert report.done, report.reason
+        balanced = held(operated.serving)
+        with front(auto, tmp_path, operator_socket="none") as further:
+            until(lambda: nodes_of(further.serving).pool.dealing.settled, "it has looked at the nodes")
+            assert undisturbed(further.serving, TOKENS) == expected
+            assert held(further.serving) == held(operated.serving) == balanced
+            assert nodes_of(operated.serving).pool.dealing.foreign == 0
+
+
+def test_front_ends_that_see_different_nodes_have_all_experts_both(auto: Auto, tmp_path: Path, expected: list[list[int]]) -> None:
+    auto.start(0, 1, 2)
+    few = ",".join(f"127.0.0.1:{port}" for port in auto.ports[1:3])
+    with front(auto, tmp_path) as all_seen, front(auto, tmp_path, nodes=few, operator_socket="none") as few_seen:
+        fronts = [all_seen.serving, few_seen.serving]
+
+        def covered(serving: Serving) -> bool:
+            return nodes_of(serving).pool.dealing.settled and frozenset[tuple[int, int]]().union(*held(serving).values()) == ALL
+
+        until(
+            lambda: ready(fronts[0]) == {"n0", "n1", "n2"} and ready(fronts[1]) == {"n1", "n2"} and all(map(covered, fronts)),
+            "both have all",
+        )
+        streams = [Streams(serving.target, TOKENS) for serving in fronts]
+        for each in streams:
+            each.start()
+        assert [each.join() for each in streams] == [expected, expected]
+        assert [each.errors for each in streams] == [[], []]

@@ -23,7 +23,9 @@ NAMES = st.sets(st.text("abcdefg", min_size=1, max_size=3), min_size=1, max_size
 
 
 @given(NAMES, st.lists(st.sampled_from([0, 6, 7, 16]), max_size=4).map(lambda some: [*some, 9]), st.integers(1, 3), st.floats(0, 1))
-def test_what_was_dealt_suits_and_with_one_more_or_less_it_does_not(names: set[str], experts_of: list[int], replicas: int, slack: float) -> None:
+def test_what_was_dealt_suits_and_with_one_more_or_less_it_does_not(
+    names: set[str], experts_of: list[int], replicas: int, slack: float
+) -> None:
     dealt = deal(names, experts_of, replicas=replicas)
     assert suits(dealt, experts_of, replicas=replicas, slack=slack)
     assert max(map(len, dealt.values())) <= most_held(len(names), experts_of, replicas=replicas, slack=slack)
