@@ -29,8 +29,8 @@ EVEN = 1.002
 """A packing this near to what is possible at all is not searched on."""
 HEAVIEST = 4
 """So many of the fullest node's experts may take over another's copy: a copy is worth most to the heaviest."""
-WIDEST = 6
-"""Of experts that all have copies, so many of the fullest node's heaviest are moved: each try pours all of them anew."""
+WIDEST, EMPTIEST = 6, 3
+"""Where all experts have copies, so many of the fullest node's heaviest are tried on so many nodes: each try pours all of them anew."""
 KICKS = 12
 SMALL = 96
 """Experts times nodes up to which a packing is shaken KICKS times: larger ones have no bad local optima."""
@@ -184,9 +184,12 @@ def _changes(packing: Packing) -> Iterator[Change]:
     top = max(range(len(levels)), key=levels.__getitem__)
     singles = _singles(packing)
     here = sorted((expert for expert, at in enumerate(copies) if top in at and packing.loads[expert] > 0), key=lambda e: -packing.loads[e])
-    for rank, expert in enumerate(here if packing.least == 1 else here[:WIDEST]):
+    nodes: Sequence[int] = range(len(levels))
+    if packing.least > 1:
+        here, nodes = here[:WIDEST], sorted(nodes, key=levels.__getitem__)[:EMPTIEST]
+    for rank, expert in enumerate(here):
         at = copies[expert]
-        for node in range(len(levels)):
+        for node in nodes:
             if node in at:
                 continue
             yield ((expert, tuple(node if old == top else old for old in at)),)

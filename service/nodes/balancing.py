@@ -179,7 +179,8 @@ class NodeBalancer:
     def _carry_out(self, found: NodesPlan, takers: Mapping[str, Member], deals: int, deadline: float) -> BalanceReport:
         """Layer by layer."""
         plan, done, refused = found.plan, set[int](), ""
-        for layer in sorted({step.layer for step in (*plan.moves, *plan.replicas, *plan.dropped)}):
+        changed = {move.layer for move in plan.moves} | {copy.layer for copy in (*plan.replicas, *plan.dropped)}
+        for layer in sorted(changed):
             if self._closing.is_set() or time.monotonic() >= deadline:
                 refused = "the model is being closed" if self._closing.is_set() else "time was up: what is left can be done by asking again"
                 break
