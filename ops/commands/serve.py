@@ -118,7 +118,7 @@ def register(app: typer.Typer) -> None:
         nodes_slack: Annotated[
             float | None, typer.Option(help="Of an even share, what a node may hold beyond it when experts move or get copies (0.25).")
         ] = None,
-        experts_api: Annotated[bool | None, typer.Option("--experts-api/--no-experts-api", help="Answer Experts.Forward (no).")] = None,
+        experts_api: Annotated[bool | None, typer.Option("--experts-api/--no-experts-api", help="Answer all of Experts (no).")] = None,
         smt: Annotated[bool | None, typer.Option("--smt/--no-smt", help="Lanes for SMT siblings too; seldom faster (no).")] = None,
         max_seqs: Annotated[int | None, typer.Option(help="Sequences of a step (64).")] = None,
         max_rows: Annotated[int | None, typer.Option(help="Tokens of a step (512).")] = None,
