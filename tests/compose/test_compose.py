@@ -12,7 +12,7 @@ import pytest
 
 from ops.certs import make_certificates
 from tests.compose.conftest import Under, flows
-from tests.compose.engine import BACK_S, until
+from tests.compose.engine import BACK_S, BASE_IMAGE, IMAGE, until
 from tests.compose.stack import NODES_NETWORK, Stack
 from tests.fault.load import Answer, answers_to
 from tests.multinode.watching import requests
@@ -24,6 +24,13 @@ SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}  # the system call's number
 
 def healthy(stack: Stack, container: str) -> bool:
     return bool(stack.inspect(container)["State"].get("Health", {}).get("Status") == "healthy")
+
+
+def test_image_is_small_and_has_no_build_tools(built: Stack) -> None:
+    tools = "for tool in gcc cc c++ ld as make git pip; do command -v $tool; done; python3 -c 'import pip' 2>/dev/null && echo pip; true"
+    assert built.engine.docker("run", "--rm", "--entrypoint", "sh", IMAGE, "-c", tools) == ""
+    size, base = (int(built.engine.docker("image", "inspect", "--format", "{{.Size}}", image)) for image in (IMAGE, BASE_IMAGE))
+    assert size - base < 200e6
 
 
 def test_front_end_serves_while_there_are_no_nodes(built: Stack, expected: list[Answer]) -> None:
