@@ -141,8 +141,10 @@ def remote_line(node: pb.RemoteNode) -> str:
         return f"{head}{': ' if node.reason else ''}{node.reason}"
     experts = sum(len(share.experts) for share in node.shares)
     mean = f", {node.round_trip_ms / node.batches:.2f} ms a batch" if node.batches else ""
-    held = f"{experts} experts, {human_bytes(node.share_bytes)}"
-    return f"{head}; {held}; {node.lanes} lanes ({node.isa}); {node.batches} batches, {node.rows} rows{mean}; lost {node.losses} times"
+    layers = ", ".join(f"{part.first}-{part.end - 1}" for part in node.layers)
+    held = f"layers {layers}" if layers else f"{experts} experts"
+    done = f"{node.batches} batches, {node.rows} rows{mean}; lost {node.losses} times"
+    return f"{head}; {held}, {human_bytes(node.share_bytes)}; {node.lanes} lanes ({node.isa}); {done}"
 
 
 def node_state(state: int) -> str:

@@ -21,16 +21,19 @@ from google.rpc.error_details_pb2 import ErrorInfo
 from colibri.v1 import experts_pb2 as pb, node_pb2
 from engine_c import EngineError
 from service.errors import DOMAIN, Refusal
-from service.node.agent import PROTOCOL, Agent, AssignError
+from service.node.agent import Agent, AssignError
 from service.node.batches import BatchError, check
+from service.node.layers import NoRoom, Room, check_layers
 from service.node.metrics import NodeMetrics
-from service.wire import enclose
+from service.wire import PROTOCOL, enclose
 
 log = logging.getLogger("colibri.node")
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["Experts"].full_name
 _RESULT = pb.ExecuteResponse.DESCRIPTOR.fields_by_name["result"].number
 _DATA = pb.ExpertResult.DESCRIPTOR.fields_by_name["data"].number
+Done = tuple[bytes | bytearray, int, int]
+"""An answer, the nanoseconds it was computed for, and those it waited before."""
 _CODES = {"EINVAL": Code.INVALID_ARGUMENT, "ENOLANES": Code.UNAVAILABLE, "ENOMEM": Code.RESOURCE_EXHAUSTED}
 
 
@@ -54,8 +57,8 @@ class NodeCalls:
         """Takes a share, if none was given by flag."""
         agent = self._agent
         if not agent.config.assignable:
-            given = f"experts {agent.config.experts}" if agent.config.experts else f"share {agent.config.share}"
-            refuse(context, "FAILED_PRECONDITION", "SHARE_GIVEN", f"this node was started with {given}; start it with share auto")
+            sentence = f"this node was started with {agent.config.given}; start it with share auto"
+            refuse(context, "FAILED_PRECONDITION", "SHARE_GIVEN", sentence)
         shares = {share.layer: tuple(share.experts) for share in request.shares}
         if len(shares) != len(request.shares):
             refuse(context, "INVALID_ARGUMENT", "BAD_SHARE", "shares: a layer is there more than once")
@@ -72,10 +75,11 @@ class NodeCalls:
 
 @dataclass(slots=True)
 class Stream:
-    """One front end's. prepared: whether it may send such rows."""
+    """One front end's. prepared: whether it may send such rows. room: its KV blocks, if it asked for any."""
 
     caller: str
     prepared: bool
+    room: Room | None = None
     complained: bool = False  # the log has its first failure; metrics count the others
 
 
@@ -109,14 +113,18 @@ class ExpertCalls:
             self.streams += taken
         if not taken:
             refuse(context, "RESOURCE_EXHAUSTED", "TOO_MANY_STREAMS", f"{self._agent.config.max_streams} streams are open already")
+        stream: Stream | None = None
         try:
             stream = self._open(next(requests, pb.ExecuteRequest()), context)
             yield pb.ExecuteResponse(opened=self._agent.describe()).SerializeToString()
             for request in requests:
-                if request.WhichOneof("kind") != "batch":
+                kind = request.WhichOneof("kind")
+                if kind not in ("batch", "layers"):
                     refuse(context, "INVALID_ARGUMENT", "BAD_STREAM", "only batches may follow the message that opens the stream")
-                yield self._answer(request.batch, stream)
+                yield self._answer(request.batch if kind == "batch" else request.layers, stream)
         finally:
+            if stream is not None and stream.room is not None:
+                self._agent.give_room(stream.room)
             with self._lock:
                 self.streams -= 1
 
@@ -138,24 +146,54 @@ class ExpertCalls:
             refuse(context, "FAILED_PRECONDITION", "MODEL_DIFFERS", sentence)
         if opening.model not in ("", agent.model_name):
             refuse(context, "NOT_FOUND", "NO_SUCH_MODEL", f"there is no model {opening.model[:64]!r} here, only {agent.model_name}")
-        log.info("%s has opened a stream", caller)
-        return Stream(caller, bool(opening.protocol and opening.model_digest))
+        room = self._room(opening, caller, context) if opening.kv_blocks else None
+        log.info("%s has opened a stream%s", caller, f" with {room.blocks} KV blocks" if room else "")
+        return Stream(caller, bool(opening.protocol and opening.model_digest), room)
 
-    def _answer(self, message: pb.ExpertBatch, stream: Stream) -> bytes:
-        self._last = time.monotonic()
-        agent = self._agent
+    def _room(self, opening: pb.OpenStream, caller: str, context: grpc.ServicerContext) -> Room:
+        agent, format_name = self._agent, self._agent.config.kv_format
+        if not agent.ranges:
+            sentence = f"kv_blocks: this node was started with {agent.config.given}: it runs no layers"
+            refuse(context, "FAILED_PRECONDITION", "NO_LAYERS", sentence)
+        if opening.kv_format != format_name:
+            theirs = opening.kv_format[:16] or "no format"
+            sentence = f"the caller has its KV cache in {theirs}, this node in {format_name}: set kv_format alike"
+            log.warning("refused %s: %s", caller, sentence)
+            refuse(context, "FAILED_PRECONDITION", "KV_FORMAT_DIFFERS", sentence)
         try:
-            hidden, largest = agent.team.model.info.hidden, agent.config.max_message_bytes
-            work = check(message, hidden=hidden, experts_of=agent.experts_of, largest=largest, prepared=stream.prepared)
-            data, compute_ns, queue_ns = agent.compute(work)
+            return agent.take_room(opening.kv_blocks, owner=caller, instance=opening.instance)
+        except NoRoom as error:
+            log.warning("refused %s: %s", caller, error)
+            refuse(context, "RESOURCE_EXHAUSTED", "KV_FULL", str(error))
+
+    def _answer(self, message: pb.ExpertBatch | pb.LayerBatch, stream: Stream) -> bytes:
+        self._last = time.monotonic()
+        try:
+            done = self._experts(message, stream) if isinstance(message, pb.ExpertBatch) else self._layers(message, stream)
         except BatchError as error:
             return self._failed(stream, message.id, Code.INVALID_ARGUMENT, str(error))
         except EngineError as error:
             return self._failed(stream, message.id, _CODES.get(error.name, Code.INTERNAL), str(error))
         finally:
             self._last = time.monotonic()
-        self._metrics.computed(pairs=sum(message.counts), seconds=compute_ns / 1e9, waited=queue_ns / 1e9)
+        data, compute_ns, queue_ns = done
+        self._metrics.computed(seconds=compute_ns / 1e9, waited=queue_ns / 1e9)
         return enclose(_RESULT, pb.ExpertResult(id=message.id, compute_ns=compute_ns, queue_ns=queue_ns), _DATA, data)
+
+    def _experts(self, message: pb.ExpertBatch, stream: Stream) -> Done:
+        agent = self._agent
+        hidden, largest = agent.team.model.info.hidden, agent.config.max_message_bytes
+        done = agent.compute(check(message, hidden=hidden, experts_of=agent.experts_of, largest=largest, prepared=stream.prepared))
+        self._metrics.pairs(sum(message.counts))
+        return done
+
+    def _layers(self, message: pb.LayerBatch, stream: Stream) -> Done:
+        agent, info = self._agent, self._agent.team.model.info
+        work = check_layers(message, hidden=info.hidden, ranges=agent.ranges, context=info.max_context, room=stream.room)
+        assert stream.room is not None  # checked
+        done = agent.run_layers(work, stream.room)
+        self._metrics.hop(rows=len(work.x))
+        return done
 
     def _failed(self, stream: Stream, number: int, code: int, sentence: str) -> bytes:
         if not stream.complained:

@@ -14,6 +14,7 @@ from service.nodes.addresses import Place
 from service.nodes.holders import Holder
 from service.nodes.lifecycle import Life, State
 from service.nodes.link import HELLO_S, Identity, Link, Refused, Unreachable
+from service.spans import Range, show_ranges
 
 log = logging.getLogger("colibri.nodes")
 _GRIEVANCE_S = 1.0  # seconds for a node to hear, and to log, why it is refused
@@ -29,6 +30,9 @@ class Record:
     received_bytes: int = 0
     round_trip_s: float = 0.0
     compute_s: float = 0.0
+    hops: int = 0  # batches of layers it ran
+    hop_rows: int = 0  # rows of them, each as often as there were layers
+    hop_s: float = 0.0
     hedges: int = 0  # batches asked of another too, for it was slow
     failures: int = 0  # batches it did not answer rightly
 
@@ -36,6 +40,11 @@ class Record:
     def pair_s(self) -> float:
         """Seconds a pair has taken, on average."""
         return self.round_trip_s / self.pairs if self.pairs else 0.0
+
+    @property
+    def hop_row_s(self) -> float:
+        """Seconds a row has taken in a layer, on average."""
+        return self.hop_s / self.hop_rows if self.hop_rows else 0.0
 
 
 class Pool(Protocol):
@@ -72,6 +81,7 @@ class Member:
     description: node_pb2.NodeDescription = field(default_factory=node_pb2.NodeDescription)
     record: Record = field(default_factory=Record)
     held: frozenset[tuple[int, int]] = frozenset()
+    ranges: tuple[Range, ...] = ()  # of layers that it runs whole
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _stopping: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
@@ -85,7 +95,7 @@ class Member:
     def holder(self) -> Holder | None:
         """As the table has it; None if it is not to be asked."""
         link = self.link
-        return Holder(link.key, self.name, self.held) if link is not None and self.life.state is State.READY else None
+        return Holder(link.key, self.name, self.held, self.ranges) if link is not None and self.life.state is State.READY else None
 
     def start(self) -> None:
         """Begins to reach it."""
@@ -108,8 +118,9 @@ class Member:
         """Takes in what it says of itself now. Any thread."""
         with self._lock:
             before, self.description = self.description, description
-            same = before.shares == description.shares
+            same = before.shares == description.shares and before.layer_ranges == description.layer_ranges
             if not same:
+                self.ranges = tuple((part.first, part.end) for part in description.layer_ranges)
                 self.held = frozenset((share.layer, expert) for share in description.shares for expert in share.experts)
             draining = description.state == node_pb2.NODE_STATE_DRAINING
             if self.life.state is State.READY and draining:
@@ -163,7 +174,8 @@ class Member:
                 self.pool.told(link, response)
 
         try:
-            raise Unreachable(link.read(told))
+            reason = link.read(told)
+            raise (Refused if link.refused and self.life.state is State.CONNECTING else Unreachable)(reason)
         finally:
             watch.cancel()
 
@@ -175,7 +187,8 @@ class Member:
         with self._lock:
             self.life.move(State.READY, time.monotonic())
         layers = len({layer for layer, _ in self.held})
-        log.info("node %s at %s computes for us: it holds %d experts of %d layers", self.name, self.place, len(self.held), layers)
+        what = f"runs layers {show_ranges(self.ranges)}" if self.ranges else f"holds {len(self.held)} experts of {layers} layers"
+        log.info("node %s at %s computes for us: it %s", self.name, self.place, what)
         self.pool.changed()
 
     def _give_up(self, reason: str) -> None:

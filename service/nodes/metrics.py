@@ -19,16 +19,19 @@ def node_families(nodes: Mapping[str, Nodes]) -> Iterator[Metric]:
         return
     ready = GaugeMetricFamily("colibri_node_ready", "Whether a node computes for us, 1 or 0.", labels=_LABELS)
     held = GaugeMetricFamily("colibri_node_experts", "Experts a node holds, over all layers.", labels=_LABELS)
+    layers = GaugeMetricFamily("colibri_node_layers", "Layers a node runs whole.", labels=_LABELS)
     counters = {name: CounterMetricFamily(f"colibri_node_{name}", text, labels=_LABELS) for name, text in _COUNTERS.items()}
     for model, theirs in nodes.items():
         for member in theirs.members:
             labels = [model, member.name]
             ready.add_metric(labels, member.life.state is State.READY)
             held.add_metric(labels, len(member.held))
+            layers.add_metric(labels, sum(end - first for first, end in member.ranges))
             for name, value in _values(member).items():
                 counters[name].add_metric(labels, value)
     yield ready
     yield held
+    yield layers
     yield from counters.values()
     yield from _totals(nodes)
 
@@ -36,6 +39,9 @@ def node_families(nodes: Mapping[str, Nodes]) -> Iterator[Metric]:
 _COUNTERS = {
     "batches": "Batches answered.",
     "pairs": "Pairs of a row and an expert computed.",
+    "hops": "Batches of rows run through layers.",
+    "hop_rows": "Rows of them, each as often as there were layers.",
+    "hop_seconds": "Time from sending these to their answers.",
     "sent_bytes": "Bytes of rows sent.",
     "received_bytes": "Bytes of outputs received.",
     "round_trip_seconds": "Time from sending batches to their answers.",
@@ -51,6 +57,9 @@ def _values(member: Member) -> dict[str, float]:
     return {
         "batches": record.batches,
         "pairs": record.pairs,
+        "hops": record.hops,
+        "hop_rows": record.hop_rows,
+        "hop_seconds": record.hop_s,
         "sent_bytes": record.sent_bytes,
         "received_bytes": record.received_bytes,
         "round_trip_seconds": record.round_trip_s,
@@ -68,6 +77,6 @@ def _totals(nodes: Mapping[str, Nodes]) -> Iterator[Metric]:
     for model, theirs in nodes.items():
         totals = theirs.remote.totals
         fallback.add_metric([model], totals.fallback_pairs)
-        wait.add_metric([model], totals.wait_s)
-        dropped.add_metric([model], totals.dropped)
+        wait.add_metric([model], totals.wait_s + theirs.remote.hops.wait_s)
+        dropped.add_metric([model], totals.dropped + theirs.remote.hops.dropped)
     yield from (fallback, wait, dropped)
