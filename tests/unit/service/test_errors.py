@@ -26,6 +26,7 @@ CASES = [
     (faults.NodesLost(ran=False, sentence="none left"), grpc.StatusCode.UNAVAILABLE, {"RetryInfo", "ErrorInfo"}),
     (faults.WorkersLost(ran=True, sentence="none left"), grpc.StatusCode.ABORTED, {"ErrorInfo"}),
     (faults.NodesLost(ran=True, sentence="none left"), grpc.StatusCode.ABORTED, {"ErrorInfo"}),
+    (faults.LayersElsewhere("0-15", trace=False), grpc.StatusCode.FAILED_PRECONDITION, {"ErrorInfo"}),
     (faults.EngineFault("NUMERIC", "a NaN"), grpc.StatusCode.INTERNAL, {"ErrorInfo"}),
     (faults.OperatorFault("ALREADY_EXISTS", "MODEL_NAME_TAKEN", "taken", model="m"), grpc.StatusCode.ALREADY_EXISTS, {"ErrorInfo"}),
     (KeyError("a bug"), grpc.StatusCode.INTERNAL, {"ErrorInfo"}),
