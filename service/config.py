@@ -75,7 +75,7 @@ class ServeConfig:
     nodes_redeal_s: float = 10.0  # seconds that a node which vanished may take to come back to its share
     nodes_balance: Rebalance = "off"  # "auto": experts move between those nodes as the load asks for, at rebalance_interval
 
-    experts_api: bool = False  # callers may have experts by themselves (Experts.Forward); steps keep experts' outputs apart for it
+    experts_api: bool = False  # callers may have experts by themselves (Experts.Forward, Execute); steps keep outputs apart for it
     smt: bool = False  # lanes for SMT siblings too: they share a core's units, which is seldom faster
     workers_per_node: int | None = None  # worker processes; 0: compute in this process; None: planned
     threads_per_worker: int | None = None  # lanes of a worker; None: planned
@@ -99,7 +99,7 @@ class ServeConfig:
     stream_buffer_tokens: int = 1024  # tokens a client may leave unread, and
     stream_interval_ms: float | None = None  # tokens may be held so long; None: not while few answers run, up to 50 while many do
     stream_patience: float = 5.0  # for so many seconds, before its request is called off
-    max_message_bytes: int | None = None  # of a request; None: what the longest prompt of the model can need
+    max_message_bytes: int | None = None  # of a request; None: what the longest prompt can need; with experts_api 4 MiB at least
     max_rpcs: int | None = None  # calls at once, health watches included; None: max_queue + max_seqs + 1024
 
     drain_grace: float = 30.0  # seconds that requests may finish in after SIGTERM

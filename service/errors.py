@@ -106,6 +106,10 @@ def _engine(fault: faults.EngineFault) -> Refusal:
     return Refusal("INTERNAL", str(fault), [_info(fault.reason)])
 
 
+def _misfit(fault: faults.StreamMisfit) -> Refusal:
+    return Refusal(fault.code, str(fault), [_info(fault.reason)])
+
+
 def _operator(fault: faults.OperatorFault) -> Refusal:
     return Refusal(fault.code, str(fault), [_info(fault.reason, **fault.metadata)])
 
@@ -124,5 +128,6 @@ _MAKERS: dict[type[faults.Fault], Callable[..., Refusal]] = {
     faults.NodesLost: _broken_off("NODES_LOST"),
     faults.LayersElsewhere: _elsewhere,
     faults.EngineFault: _engine,
+    faults.StreamMisfit: _misfit,
     faults.OperatorFault: _operator,
 }

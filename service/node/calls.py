@@ -23,9 +23,10 @@ from engine_c import EngineError
 from service.errors import DOMAIN, Refusal
 from service.node.agent import Agent, AssignError
 from service.node.batches import BatchError, check
+from service.node.hello import StreamRefused, batch_of, check_opening, failure_code
 from service.node.layers import NoRoom, Room, check_layers
 from service.node.metrics import NodeMetrics
-from service.wire import PROTOCOL, enclose
+from service.wire import enclose
 
 log = logging.getLogger("colibri.node")
 
@@ -34,7 +35,6 @@ _RESULT = pb.ExecuteResponse.DESCRIPTOR.fields_by_name["result"].number
 _DATA = pb.ExpertResult.DESCRIPTOR.fields_by_name["data"].number
 Done = tuple[bytes | bytearray, int, int]
 """An answer, the nanoseconds it was computed for, and those it waited before."""
-_CODES = {"EINVAL": Code.INVALID_ARGUMENT, "ENOLANES": Code.UNAVAILABLE, "ENOMEM": Code.RESOURCE_EXHAUSTED}
 
 
 def refuse(context: grpc.ServicerContext, code: str, reason: str, sentence: str) -> NoReturn:
@@ -118,10 +118,10 @@ class ExpertCalls:
             stream = self._open(next(requests, pb.ExecuteRequest()), context)
             yield pb.ExecuteResponse(opened=self._agent.describe()).SerializeToString()
             for request in requests:
-                kind = request.WhichOneof("kind")
-                if kind not in ("batch", "layers"):
-                    refuse(context, "INVALID_ARGUMENT", "BAD_STREAM", "only batches may follow the message that opens the stream")
-                yield self._answer(request.batch if kind == "batch" else request.layers, stream)
+                layers = request.WhichOneof("kind") == "layers"
+                yield self._answer(request.layers if layers else batch_of(request), stream)
+        except StreamRefused as refused:
+            refuse(context, refused.code, refused.reason, str(refused))
         finally:
             if stream is not None and stream.room is not None:
                 self._agent.give_room(stream.room)
@@ -129,42 +129,33 @@ class ExpertCalls:
                 self.streams -= 1
 
     def _open(self, request: pb.ExecuteRequest, context: grpc.ServicerContext) -> Stream:
-        if request.WhichOneof("kind") != "open":
-            refuse(context, "INVALID_ARGUMENT", "BAD_STREAM", "the first message must open the stream")
         opening, agent = request.open, self._agent
         peer = unquote(context.peer()).partition(":")[2]  # without the kind of address
         caller = f"{opening.front_end or 'a caller'} ({opening.version or 'no version'}) at {peer}"
         if agent.draining:
             refuse(context, "UNAVAILABLE", "DRAINING", "this node is draining: it takes no more streams")
-        if opening.protocol not in (0, PROTOCOL):
-            sentence = f"the caller speaks protocol {opening.protocol}, this node {PROTOCOL}: run the same version on both"
-            log.warning("refused %s: %s", caller, sentence)
-            refuse(context, "FAILED_PRECONDITION", "VERSION_DIFFERS", sentence)
-        if opening.model_digest not in ("", agent.digest):
-            sentence = f"the caller's model has digest {opening.model_digest[:64]}, this node's {agent.digest}: give both the same file"
-            log.warning("refused %s: %s", caller, sentence)
-            refuse(context, "FAILED_PRECONDITION", "MODEL_DIFFERS", sentence)
-        if opening.model not in ("", agent.model_name):
-            refuse(context, "NOT_FOUND", "NO_SUCH_MODEL", f"there is no model {opening.model[:64]!r} here, only {agent.model_name}")
-        room = self._room(opening, caller, context) if opening.kv_blocks else None
+        try:
+            prepared = check_opening(request, model=agent.model_name, digest=agent.digest, here="this node")
+            room = self._room(opening, caller) if opening.kv_blocks else None
+        except StreamRefused as refused:
+            log.warning("refused %s: %s", caller, refused)
+            refuse(context, refused.code, refused.reason, str(refused))
         log.info("%s has opened a stream%s", caller, f" with {room.blocks} KV blocks" if room else "")
-        return Stream(caller, bool(opening.protocol and opening.model_digest), room)
+        return Stream(caller, prepared, room)
 
-    def _room(self, opening: pb.OpenStream, caller: str, context: grpc.ServicerContext) -> Room:
+    def _room(self, opening: pb.OpenStream, caller: str) -> Room:
         agent, format_name = self._agent, self._agent.config.kv_format
         if not agent.ranges:
             sentence = f"kv_blocks: this node was started with {agent.config.given}: it runs no layers"
-            refuse(context, "FAILED_PRECONDITION", "NO_LAYERS", sentence)
+            raise StreamRefused("FAILED_PRECONDITION", "NO_LAYERS", sentence)
         if opening.kv_format != format_name:
             theirs = opening.kv_format[:16] or "no format"
             sentence = f"the caller has its KV cache in {theirs}, this node in {format_name}: set kv_format alike"
-            log.warning("refused %s: %s", caller, sentence)
-            refuse(context, "FAILED_PRECONDITION", "KV_FORMAT_DIFFERS", sentence)
+            raise StreamRefused("FAILED_PRECONDITION", "KV_FORMAT_DIFFERS", sentence)
         try:
             return agent.take_room(opening.kv_blocks, owner=caller, instance=opening.instance)
         except NoRoom as error:
-            log.warning("refused %s: %s", caller, error)
-            refuse(context, "RESOURCE_EXHAUSTED", "KV_FULL", str(error))
+            raise StreamRefused("RESOURCE_EXHAUSTED", "KV_FULL", str(error)) from error
 
     def _answer(self, message: pb.ExpertBatch | pb.LayerBatch, stream: Stream) -> bytes:
         self._last = time.monotonic()
@@ -173,7 +164,7 @@ class ExpertCalls:
         except BatchError as error:
             return self._failed(stream, message.id, Code.INVALID_ARGUMENT, str(error))
         except EngineError as error:
-            return self._failed(stream, message.id, _CODES.get(error.name, Code.INTERNAL), str(error))
+            return self._failed(stream, message.id, failure_code(error), str(error))
         finally:
             self._last = time.monotonic()
         data, compute_ns, queue_ns = done
