@@ -74,6 +74,7 @@ class ServeConfig:
     nodes_replicas: int = 1  # of every expert, on nodes that take what they are assigned
     nodes_redeal_s: float = 10.0  # seconds that a node which vanished may take to come back to its share
     nodes_balance: Rebalance = "off"  # "auto": experts move between those nodes as the load asks for, at rebalance_interval
+    nodes_slack: float = 0.25  # of an even share of the experts: so much more may a node hold when they move, or get copies
 
     experts_api: bool = False  # callers may have experts by themselves (Experts.Forward, Execute); steps keep outputs apart for it
     smt: bool = False  # lanes for SMT siblings too: they share a core's units, which is seldom faster
@@ -235,6 +236,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "nodes_resolve_s": (0.1, 86400.0),
     "nodes_replicas": (1, 64),
     "nodes_redeal_s": (0.0, 86400.0),
+    "nodes_slack": (0.0, 64.0),
     "spin_us": (0, 1_000_000),
     "hang_ms": (0, 3_600_000),
     "max_queue": (1, 1_000_000),
