@@ -19,7 +19,7 @@ from service.faults import LayersElsewhere
 from service.nodes.flight import Flight, Row, Sent
 from service.nodes.holders import Table
 from service.nodes.hops import Hops
-from service.nodes.legs import Leg, plan_legs, show_layers
+from service.nodes.legs import Leg, layers_of, plan_legs, show_layers
 from service.nodes.link import Link
 from service.nodes.pool import NodePool
 from service.request import Request
@@ -79,7 +79,6 @@ class NodeRemote:
         self._ids = itertools.count(1)
         self.hops = Hops(pool, self._ids, hidden=hidden, timeout_s=timeout_s)
         self._elsewhere = elsewhere
-        self._seen: frozenset[int] = frozenset()  # layers that a node has run whole
         self._kv_of: tuple[Leg, ...] = ()  # who has what was computed; the rest of it is here
         self._told: Table | None = None  # what the session was told
         self._missing = ""
@@ -112,7 +111,7 @@ class NodeRemote:
         if table is not self._told:
             legs = plan_legs(table.holders, table.layers, kept=self.hops.legs)
             session.set_remote(self._mask(table), [(leg.first, leg.end) for leg in legs])
-            self._told, self.hops.legs, self._seen = table, legs, self._seen | table.ranged
+            self._told, self.hops.legs = table, legs
             self._missing = "" if self._fallback else self._uncovered(table)
         if self._missing:
             raise RemoteLost(self._missing)
@@ -131,7 +130,8 @@ class NodeRemote:
 
     def _uncovered(self, table: Table) -> str:
         lacking = table.uncovered(self._pool.config.experts_of)
-        layers = {*(layer for layer, _ in lacking if layer in self._seen), *(self._elsewhere - table.ranged)}
+        whole = layers_of(span for member in self._pool.members.values() for span in member.ranges)  # of nodes that are lost too
+        layers = {*(layer for layer, _ in lacking if layer in whole), *(self._elsewhere - table.ranged)}
         if layers:
             what = f"no node runs layers {show_layers(layers)}"
         elif lacking:

@@ -314,7 +314,7 @@ def test_requests_under_way_that_cannot_go_on_when_layers_go_to_nodes_end_typed(
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"kv_memory": 65 << 20}, "KV blocks, we have"),
+        ({"kv_memory": 160 << 20}, "KV blocks, we have"),
         ({"kv_format": "f32"}, "its KV cache is in bf16, ours in f32"),
     ],
 )
@@ -326,8 +326,8 @@ def test_nodes_whose_kv_memory_does_not_fit_are_refused(cluster: Cluster, settin
 
 
 def test_a_node_whose_blocks_others_have_is_refused_until_they_are_free(cluster: Cluster, long_answers: list[list[int]]) -> None:
-    with cluster.over("low", kv_memory=40 << 20) as other:
-        with cluster.over("low", kv_memory=40 << 20) as one:
+    with cluster.over("low", kv_memory=80 << 20) as other:
+        with cluster.over("low", kv_memory=80 << 20) as one:
             until(lambda: {*ready(one), *ready(other)} == {"low"}, "one of them has it")
             first, second = (one, other) if ready(one) else (other, one)
             (member,) = nodes_of(second).members
