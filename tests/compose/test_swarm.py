@@ -1,5 +1,6 @@
 """docker-compose.yml as a Swarm stack of one host. Clients ask a front end's own address: Swarm's routing mesh needs IPVS, which not every
-kernel has and which is not ours to test."""
+kernel has and which is not ours to test. This file comes last by its name: when an engine leaves a swarm, this host no longer reaches
+the containers of a Compose project that was up meanwhile."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from tests.multinode.watching import requests
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(600)]
 STACK = "colibriswarm"
 GATEWAY = "docker_gwbridge"
-PATIENCE = 90
+PATIENCE = 150
 
 
 class Swarm:
@@ -48,6 +49,13 @@ class Swarm:
         """For instance 3/3: tasks whose health checks pass, and wanted."""
         return self.engine.docker("service", "ls", "--filter", f"name={STACK}_{service}", "--format", "{{.Replicas}}").strip()
 
+    def wait_healthy(self) -> None:
+        """Until all tasks run and are healthy. AssertionError with what Swarm says of them."""
+        try:
+            until(lambda: (self.running("front"), self.running("node")) == ("1/1", "3/3"), "all tasks are healthy", seconds=PATIENCE)
+        except AssertionError as late:
+            raise AssertionError(f"{late}\n{self.engine.docker('stack', 'ps', '--no-trunc', STACK)}") from late
+
     def target(self) -> str:
         """The front end's address in the network by which the host reaches tasks."""
         front = self.containers("front")[0]
@@ -60,7 +68,7 @@ class Swarm:
 def swarm(built: Stack) -> Iterator[Swarm]:
     made = Swarm(built)
     try:
-        until(lambda: (made.running("front"), made.running("node")) == ("1/1", "3/3"), "all tasks are healthy", seconds=PATIENCE)
+        made.wait_healthy()
         yield made
     finally:
         made.close()
