@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from colibri.v1 import experts_pb2 as pb, node_pb2
@@ -98,6 +99,7 @@ class Member:
     record: Record = field(default_factory=Record)
     held: frozenset[tuple[int, int]] = frozenset()
     ranges: tuple[Range, ...] = ()  # of layers that it runs whole
+    _told: int = 0  # times it was told what to hold, or said so
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _stopping: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
@@ -136,21 +138,28 @@ class Member:
     def narrow(self, pairs: frozenset[tuple[int, int]]) -> None:
         """It is about to be told to hold no more than these: nothing else is asked of it from now on, until it says what it holds."""
         with self._lock:
+            self._told += 1
             narrower = not self.held <= pairs
             self.held &= pairs
         if narrower:
             self.pool.changed()
+
+    def hear(self, told: int, description: node_pb2.NodeDescription) -> None:
+        """`describe`, if it was not told to hold something else since it was asked."""
+        if told == self._told:
+            self.describe(description)
 
     def ask(self, timeout: float) -> None:
         """Asks what it is now; returns at once."""
         self.record.look(time.monotonic())
         link = self.link
         if link is not None and self.life.state in (State.READY, State.DRAINING):
-            link.ask(self.describe, timeout=timeout)
+            link.ask(partial(self.hear, self._told), timeout=timeout)
 
     def describe(self, description: node_pb2.NodeDescription) -> None:
         """Takes in what it says of itself now. Any thread."""
         with self._lock:
+            self._told += 1
             self.description = description
             held = frozenset((share.layer, expert) for share in description.shares for expert in share.experts)
             ranges = tuple((part.first, part.end) for part in description.layer_ranges)
