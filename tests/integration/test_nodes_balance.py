@@ -106,7 +106,7 @@ def dealt(serving: Serving, *names: str, copies: int = 1) -> bool:
     found = held(serving)
     settled = nodes_of(serving).pool.dealing.settled and found.keys() == set(names)
     even = copies * len(ALL) / len(names)
-    return settled and sum(map(len, found.values())) == copies * len(ALL) and all(len(pairs) <= 1.5 * even for pairs in found.values())
+    return settled and sum(map(len, found.values())) == copies * len(ALL) and all(0 < len(pairs) <= 1.5 * even for pairs in found.values())
 
 
 def wait_dealt(serving: Serving, *names: str, copies: int = 1) -> None:
