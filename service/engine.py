@@ -46,7 +46,7 @@ class Stepper(Protocol):
     """The part of engine_c.Session that the thread uses."""
 
     def step(self, work: Sequence[SeqWork], *, tell: int = -1, remote: Remote | None = None) -> tuple[list[SeqResult], StepStats]:
-        """Runs one batch; EngineError if it could not be done. `tell`: an eventfd to be written to as it begins. `remote`: who has the
+        """Runs one batch; EngineError if it could not be done. `tell`: an eventfd to be written to early in it. `remote`: who has the
         experts computed that set_remote named; its RemoteLost is passed on."""
         ...
 
