@@ -105,8 +105,6 @@ class Hosted:
         )
         nodes = None
         if config.nodes:
-            from service.nodes.nodes import open_nodes
-
             try:
                 nodes = await asyncio.to_thread(_open_nodes, config, artifact, team)
             except ConfigError:
@@ -238,6 +236,8 @@ class Hosted:
 
 
 def _open_nodes(config: ServeConfig, artifact: Artifact, team: Team) -> Nodes:
+    from service.nodes.nodes import open_nodes  # here: most servers have no nodes, and start without what they need
+
     return open_nodes(config, artifact, team.model.info, kv_blocks=team.session.options.kv_blocks)
 
 
