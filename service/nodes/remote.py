@@ -84,6 +84,10 @@ class NodeRemote:
         if self._missing:
             raise RemoteLost(self._missing)
 
+    def forget_told(self) -> None:
+        """Somebody else has told the session who is there: `prepare` tells it anew."""
+        self._told = None
+
     def _mask(self, table: Table) -> npt.NDArray[np.bool_]:
         experts_of = self._pool.config.experts_of
         mask = np.zeros((table.layers, table.experts), np.bool_)
