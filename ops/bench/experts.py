@@ -16,11 +16,10 @@ from pathlib import Path
 
 import numpy as np
 
-from engine_c import RemoteExperts
+from engine_c import RemoteExperts, Session
 from ops.bench.experts_nodes import connected, node_processes, pinned, share_cores
 from ops.bench.measure import BenchError, Row
-from ops.bench.steps import Bench, BenchConfig, all_decode, opened
-from service.engine import Elsewhere, Stepper
+from ops.bench.steps import Bench, BenchConfig, Helper, all_decode, opened
 from service.nodes.nodes import Nodes
 
 _WARM_BURSTS = 2
@@ -34,7 +33,7 @@ class Here:
     layers: int
     experts: int
 
-    def prepare(self, session: Stepper) -> None:
+    def prepare(self, session: Session) -> None:
         """All experts come by `receive`."""
         session.set_remote(np.ones((self.layers, self.experts), np.bool_))
 
@@ -50,11 +49,11 @@ class Here:
 class Timed:
     """Times the layers that somebody else computes: microseconds each."""
 
-    inner: Elsewhere
+    inner: Helper
     layers: list[float] = field(default_factory=list)
     _sent: float = 0.0
 
-    def prepare(self, session: Stepper) -> None:
+    def prepare(self, session: Session) -> None:
         """As the other does."""
         self.inner.prepare(session)
 

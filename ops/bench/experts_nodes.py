@@ -70,7 +70,9 @@ def node_processes(path: Path, config: BenchConfig, cores: Cores) -> Iterator[li
                     env=environment(),
                 )
             undo.callback(stop, process)
-            logs.append(log), processes.append(process), ports.append(port)
+            logs.append(log)
+            processes.append(process)
+            ports.append(port)
         yield [f"127.0.0.1:{port}" for port in ports]
         for process, log in zip(processes, logs, strict=True):
             if process.poll() is not None:
@@ -89,7 +91,7 @@ def _command(path: Path, config: BenchConfig, index: int, count: int, port: int)
 def connected(path: Path, places: Sequence[str], team: Team) -> Iterator[Nodes]:
     """A front end's nodes, once all compute for us. What none of them has is not computed here instead: it is to be seen."""
     config = ServeConfig(model=path, nodes=",".join(places), nodes_fallback="off", nodes_timeout_ms=10_000)
-    nodes = open_nodes(config, read_artifact(path), team.model.info)
+    nodes = open_nodes(config, read_artifact(path), team.model.info, kv_blocks=team.session.options.kv_blocks)
     try:
         end = time.monotonic() + _START_SECONDS
         while [member.life.state for member in nodes.members] != [State.READY] * len(places) or nodes.remote.missing():

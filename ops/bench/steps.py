@@ -10,14 +10,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
-from engine_c import GREEDY, KV_BLOCK, KV_FORMATS, ModelInfo, SessionOptions, StepStats
+from engine_c import GREEDY, KV_BLOCK, KV_FORMATS, ModelInfo, Remote, Session, SessionOptions, StepStats
 from ops.bench.bandwidth import Meter
 from ops.bench.limits import MachineLimits, limit_tokens
 from ops.bench.measure import BenchError, Row, percentile
 from service.blocks import BlockPool
 from service.collector import calm_collector
-from service.engine import Elsewhere
 from service.plan import Limits
 from service.request import Request, State
 from service.scheduler import Scheduler
@@ -51,12 +51,20 @@ class Timed:
     distinct: float  # different tokens sampled over tokens sampled; 1 if none was
 
 
+class Helper(Remote, Protocol):
+    """Who computes experts of a step elsewhere."""
+
+    def prepare(self, session: Session) -> object:
+        """Before each step: tells the session which."""
+        ...
+
+
 class Bench:
     """A team, a scheduler over it, and requests made of random tokens."""
 
     def __init__(self, team: Team, options: SessionOptions, seed: int) -> None:
         self.team = team
-        self.elsewhere: Elsewhere | None = None  # who computes experts of the steps from now on
+        self.elsewhere: Helper | None = None  # who computes experts of the steps from now on
         self._random = random.Random(seed)
         self._made = 0
         limits = Limits(options.max_rows, options.max_seqs, options.max_logit_rows, max_queue=options.max_seqs, max_queue_tokens=1 << 30)
