@@ -122,6 +122,10 @@ class NodeRemote:
         log.info("layers run by nodes from here on: %s", show_layers(table.ranged) or "none")
         return True
 
+    def forget_told(self) -> None:
+        """Somebody else has told the session who is there: `prepare` tells it anew."""
+        self._told = None
+
     def _mask(self, table: Table) -> npt.NDArray[np.bool_]:
         import numpy as np  # here, as everywhere that a server without nodes comes through when it starts
 
