@@ -15,6 +15,7 @@ from service.artifact import read_artifact
 from service.config import ConfigError
 from service.node.batches import Work
 from service.node.config import NodeConfig
+from service.node.news import News
 from workers.keeping import Keep, Range, kept_ranges, left_out
 from workers.layout import Layout, LayoutError, read_digest, read_layout
 from workers.mapping import MADV_POPULATE_READ, PAGE, advise, mapped
@@ -41,7 +42,7 @@ class Agent:
         self.layout, self.digest = _read(config)
         self.experts_of = tuple(len(layer) for layer in self.layout.layers)
         self.instance = secrets.token_hex(8)
-        self.draining = False
+        self.news = News()
         self.not_held = 0  # pairs computed of experts that are not held
         layers = enumerate(self.layout.layers)
         self._held = {number: config.held(len(layer)) for number, layer in layers if len(layer) > 1} if not config.assignable else {}
@@ -73,6 +74,7 @@ class Agent:
             before, after = self._ranges(self._held), self._ranges(wanted)
             self._populate(left_out(after, before))
             self._held = wanted
+            self.news.tell()
             self.team.give_up(left_out(before, after))
 
     def _ranges(self, held: Mapping[int, tuple[int, ...]]) -> tuple[Range, ...]:
@@ -103,7 +105,7 @@ class Agent:
 
     def describe(self) -> node_pb2.NodeDescription:
         """What the node is and holds."""
-        info = self.team.model.info
+        revision, info = self.news.revision, self.team.model.info  # first: what changes meanwhile has a later one
         description = node_pb2.NodeDescription(
             name=self.config.own_name,
             instance=self.instance,
@@ -120,7 +122,8 @@ class Agent:
             lanes=self.team.plan.lanes,
             memory_bytes=sum(node.memory_bytes for node in self.team.topology.nodes),
             share_bytes=self.share_bytes,
-            state=node_pb2.NODE_STATE_DRAINING if self.draining else node_pb2.NODE_STATE_READY,
+            state=node_pb2.NODE_STATE_DRAINING if self.news.draining else node_pb2.NODE_STATE_READY,
+            revision=revision,
         )
         for layer, experts in self._held.items():
             description.shares.add(layer=layer, experts=experts)

@@ -31,6 +31,7 @@ log = logging.getLogger("colibri.node")
 _SERVICE = pb.DESCRIPTOR.services_by_name["Experts"].full_name
 _RESULT = pb.ExecuteResponse.DESCRIPTOR.fields_by_name["result"].number
 _DATA = pb.ExpertResult.DESCRIPTOR.fields_by_name["data"].number
+_LONGEST_WAIT_MS = 10_000  # of a call that waits for news
 _CODES = {"EINVAL": Code.INVALID_ARGUMENT, "ENOLANES": Code.UNAVAILABLE, "ENOMEM": Code.RESOURCE_EXHAUSTED}
 
 
@@ -47,7 +48,10 @@ class NodeCalls:
         self._agent = agent
 
     def Describe(self, request: node_pb2.DescribeRequest, context: grpc.ServicerContext) -> node_pb2.NodeDescription:
-        """What the node is and holds."""
+        """What the node is and holds; waits for news if asked to."""
+        if request.wait_ms:
+            seconds = min(request.wait_ms, _LONGEST_WAIT_MS) / 1e3
+            self._agent.news.wait(request.revision, seconds, room=self._agent.config.max_streams)
         return self._agent.describe()
 
     def Assign(self, request: node_pb2.AssignRequest, context: grpc.ServicerContext) -> node_pb2.NodeDescription:
@@ -126,7 +130,7 @@ class ExpertCalls:
         opening, agent = request.open, self._agent
         peer = unquote(context.peer()).partition(":")[2]  # without the kind of address
         caller = f"{opening.front_end or 'a caller'} ({opening.version or 'no version'}) at {peer}"
-        if agent.draining:
+        if agent.news.draining:
             refuse(context, "UNAVAILABLE", "DRAINING", "this node is draining: it takes no more streams")
         if opening.protocol not in (0, PROTOCOL):
             sentence = f"the caller speaks protocol {opening.protocol}, this node {PROTOCOL}: run the same version on both"

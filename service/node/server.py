@@ -1,6 +1,6 @@
 """A node's server: opens the share, answers until told to stop, drains.
 
-SIGTERM: the description says DRAINING and readiness NOT_SERVING; streams go on until their front ends have left or ask for nothing for a
+SIGTERM: the description says DRAINING, which whoever waits for news hears at once, and readiness NOT_SERVING; streams go on until their front ends have left or ask for nothing for a
 while, or the grace is over. A second signal hurries.
 """
 
@@ -35,7 +35,7 @@ log = logging.getLogger("colibri.node")
 _QUIET = 2.0  # seconds without a batch after which a draining node leaves though streams are open
 _LOOK_EVERY = 0.05
 _FAREWELL = 1.0  # seconds for the last answers to reach their callers
-_SPARE_THREADS = 8  # for calls other than streams
+_SPARE_THREADS = 8  # for calls other than streams and, for each, one that waits for news
 _SERVICES = (
     node_pb2.DESCRIPTOR.services_by_name["Node"].full_name,
     experts_pb2.DESCRIPTOR.services_by_name["Experts"].full_name,
@@ -61,7 +61,7 @@ class NodeServer:
             metrics = NodeMetrics()
             calls = ExpertCalls(agent, metrics)
             self._show(metrics, agent, calls, undo)
-            pool = undo.enter_context(ThreadPoolExecutor(self.config.max_streams + _SPARE_THREADS, thread_name_prefix="node"))
+            pool = undo.enter_context(ThreadPoolExecutor(2 * self.config.max_streams + _SPARE_THREADS, thread_name_prefix="node"))
             watchers = undo.enter_context(ThreadPoolExecutor(2, thread_name_prefix="health"))
             statuses = health.HealthServicer(experimental_non_blocking=True, experimental_thread_pool=watchers)
             server = grpc.server(pool, options=channel_options(self.config.max_message_bytes))
@@ -77,9 +77,10 @@ class NodeServer:
                 statuses.set(service, health_pb2.HealthCheckResponse.SERVING)
             log.info("node %s serves %s on %s:%d", self.config.own_name, agent.model_name, self.config.host, self.port)
             self._stop.wait()
-            agent.draining = True
+            agent.news.tell(draining=True)
             statuses.set(EXPERTS, health_pb2.HealthCheckResponse.NOT_SERVING)
             self._drain(calls)
+            agent.news.leave()
 
     def _drain(self, calls: ExpertCalls) -> None:
         log.info("draining %d streams, for %.0f s at the most", calls.streams, self.config.drain_grace)

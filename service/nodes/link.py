@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ HELLO_S = 3.0
 """Seconds for a node to say what it is, or to take the stream."""
 _EXECUTE = f"/{pb.DESCRIPTOR.services_by_name['Experts'].full_name}/Execute"
 _ASSIGN = 120.0  # seconds for a node to read a new share
+_NEWS_S = 1.0  # that a node keeps a question what it is, as long as nothing has changed
 _MESSAGE_BYTES = 1 << 30  # of a batch or its answer
 _OPTIONS: list[tuple[str, int | str]] = [
     ("grpc.max_receive_message_length", _MESSAGE_BYTES),
@@ -120,9 +122,11 @@ class Link:
         self._outgoing.put(request)
 
     def ask(self, told: Callable[[node_pb2.NodeDescription], None], *, timeout: float) -> None:
-        """Asks again what the node is, and gives it up if it does not say. `told` is called on a thread of gRPC's."""
+        """Asks again what the node is, which answers when that has changed or a second later, and gives it up if it does not say within
+        timeout more; then asks on. `told` is called on a thread of gRPC's."""
         if self._asking is not None and not self._asking.done():
             return
+        known, asked = self.description.revision, time.monotonic()
 
         def done(future: grpc.Future[node_pb2.NodeDescription]) -> None:
             try:
@@ -132,10 +136,14 @@ class Link:
             except grpc.FutureCancelledError:
                 return
             else:
+                self.description = description
                 told(description)
+                if description.revision != known or time.monotonic() - asked > _NEWS_S / 2:  # else it does not wait
+                    self.ask(told, timeout=timeout)
 
         with contextlib.suppress(ValueError):  # closed meanwhile
-            self._asking = self._node.Describe.future(node_pb2.DescribeRequest(), timeout=timeout)
+            request = node_pb2.DescribeRequest(revision=known, wait_ms=int(1e3 * _NEWS_S))
+            self._asking = self._node.Describe.future(request, timeout=timeout + _NEWS_S)
             self._asking.add_done_callback(done)
 
     def assign(self, shares: Mapping[int, Sequence[int]]) -> node_pb2.NodeDescription:

@@ -107,7 +107,10 @@ class Member:
     def describe(self, description: node_pb2.NodeDescription) -> None:
         """Takes in what it says of itself now. Any thread."""
         with self._lock:
-            before, self.description = self.description, description
+            before = self.description
+            if before.instance == description.instance and description.revision < before.revision:
+                return  # overtaken
+            self.description = description
             same = before.shares == description.shares
             if not same:
                 self.held = frozenset((share.layer, expert) for share in description.shares for expert in share.experts)

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -281,6 +282,17 @@ def test_what_is_no_longer_assigned_is_given_up(large_model: Path, tmp_path: Pat
         assert use(node, wanted, said.hidden) == answers[0], "what is not held is read from the file"
 
 
+def test_who_asks_for_news_waits_for_it(tiny_model: Path, tmp_path: Path) -> None:
+    with node_of(tiny_model, "--share", "auto", log=tmp_path / "log") as node:
+        stub, known = node_pb2_grpc.NodeStub(node.channel), node.describe().revision
+        began = time.monotonic()
+        same = stub.Describe(node_pb2.DescribeRequest(revision=known, wait_ms=300), timeout=PATIENCE)
+        assert (same.revision, time.monotonic() - began >= 0.3) == (known, True)
+        news = stub.Describe.future(node_pb2.DescribeRequest(revision=known, wait_ms=10_000), timeout=9)
+        stub.Assign(node_pb2.AssignRequest(shares=[node_pb2.ExpertShare(layer=1, experts=[1])]), timeout=PATIENCE)
+        assert [share.layer for share in news.result().shares] == [1]
+
+
 def test_a_worker_that_is_killed_changes_no_answer(tiny_model: Path, tmp_path: Path) -> None:
     expected, hidden = computed_here(tiny_model)
     with node_of(tiny_model, "--share", "auto", "--workers-per-node", "1", log=tmp_path / "log") as node:
@@ -297,8 +309,12 @@ def test_on_sigterm_it_says_so_and_leaves_when_its_front_ends_have(tiny_model: P
         asked = iter([opening()])
         answers = experts_pb2_grpc.ExpertsStub(node.channel).Execute(_held_open(asked, node), timeout=PATIENCE)
         assert next(answers).opened.state == node_pb2.NODE_STATE_READY
+        stub, known = node_pb2_grpc.NodeStub(node.channel), node.describe().revision
+        news = stub.Describe.future(node_pb2.DescribeRequest(revision=known, wait_ms=10_000), timeout=9)
         node.process.send_signal(signal.SIGTERM)
-        until(lambda: node.describe().state == node_pb2.NODE_STATE_DRAINING, "the node says that it drains")
+        said = news.result()
+        assert (said.state, said.revision > known) == (node_pb2.NODE_STATE_DRAINING, True), "told at once, not when the wait was over"
+        assert node.describe().state == node_pb2.NODE_STATE_DRAINING
         assert node.health("colibri.v1.Experts") == health_pb2.HealthCheckResponse.NOT_SERVING
         with pytest.raises(grpc.RpcError) as refusal:
             node.execute(opening())
