@@ -124,7 +124,7 @@ class Link:
     def ask(self, told: Callable[[node_pb2.NodeDescription], None], *, timeout: float) -> None:
         """Asks again what the node is, which answers when that has changed or a second later, and gives it up if it does not say within
         timeout more; then asks on. `told` is called on a thread of gRPC's."""
-        if self._asking is not None and not self._asking.done():
+        if self.waits:
             return
         known, asked = self.description.revision, time.monotonic()
 
@@ -145,6 +145,11 @@ class Link:
             request = node_pb2.DescribeRequest(revision=known, wait_ms=int(1e3 * _NEWS_S))
             self._asking = self._node.Describe.future(request, timeout=timeout + _NEWS_S)
             self._asking.add_done_callback(done)
+
+    @property
+    def waits(self) -> bool:
+        """Whether the node has been asked for news and has yet to answer."""
+        return self._asking is not None and not self._asking.done()
 
     def assign(self, shares: Mapping[int, Sequence[int]]) -> node_pb2.NodeDescription:
         """Gives the node the experts to hold, by layer; returns when it has them. Unreachable."""
