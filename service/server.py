@@ -26,7 +26,7 @@ from service.address import check_address
 from service.artifact import read_artifact
 from service.collector import calm_collector
 from service.config import ConfigError, ServeConfig, unknown_variables
-from service.experts import ExpertsServicer
+from service.experts import ANSWER_BYTES, ExpertsServicer
 from service.health import EXPERTS, LIVENESS, READINESS, HealthServicer
 from service.hosted import Hosted
 from service.inference import InferenceServicer, add_inference
@@ -37,6 +37,7 @@ from service.models import ModelHost
 from service.opening import SWITCH, begin_opening
 from service.operator_server import OperatorServer
 from service.reading import ReadingInterceptor
+from workers.confine import FrontThreads
 from workers.team import Team
 
 log = logging.getLogger("colibri.service")
@@ -86,6 +87,7 @@ class Server:
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
         self._watches: list[asyncio.Task[None]] = []
+        self._threads: FrontThreads | None = None
         self._undo = contextlib.AsyncExitStack()
 
     @property
@@ -94,8 +96,12 @@ class Server:
         return self.host.default
 
     def run(self) -> None:
-        """Serves until SIGTERM or SIGINT and drains. Raises ConfigError, or what the engine and workers raise, if it cannot start."""
+        """Serves until SIGTERM or SIGINT and drains. Raises ConfigError, or what the engine and workers raise, if it cannot start.
+
+        The process is the server's own: all its threads are kept where they belong.
+        """
         sys.setswitchinterval(SWITCH)
+        self._threads = FrontThreads()
         with asyncio.Runner(loop_factory=ServerLoop) as runner:
             runner.run(self._run())
 
@@ -171,7 +177,8 @@ class Server:
             raise ConfigError(f"metrics cannot be served on {where}: {error.strerror or error}; choose another metrics_port") from error
 
     async def _listen(self) -> None:
-        options = channel_options(self.config.max_message_bytes or self.default.model.bounds.message_bytes)
+        usual = max(self.default.model.bounds.message_bytes, ANSWER_BYTES if self.config.experts_api else 0)
+        options = channel_options(self.config.max_message_bytes or usual)
         checks = (ReadingInterceptor(lambda code: self.default.metrics.count_failure(code)),)
         server = grpc.aio.server(options=options, maximum_concurrent_rpcs=self.config.rpcs, interceptors=checks)
         add_inference(InferenceServicer(self.host), server)
@@ -246,6 +253,15 @@ class Server:
                     self.health.set(service, serving=serving)
         self.health.set(LIVENESS, serving=default.engine.progress.alive)
         self.health.keep(services)
+        self._keep_threads()
+
+    def _keep_threads(self) -> None:
+        """Puts this process's threads where the workers of all models leave room."""
+        if self._threads is None:
+            return
+        teams = [(hosted.team.plan, hosted.engine.thread_id) for hosted in self.host.models if not hosted.closing]
+        if refused := self._threads.keep(teams):
+            log.warning("threads of the front end may hold up lanes: %s", refused)
 
     def _snapshots(self) -> dict[str, Snapshot]:
         return {hosted.name: hosted.snapshot() for hosted in self.host.models}

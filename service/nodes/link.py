@@ -121,12 +121,12 @@ class Link:
         """Hands an encoded ExecuteRequest over; returns at once."""
         self._outgoing.put(request)
 
-    def ask(self, told: Callable[[node_pb2.NodeDescription], None], *, timeout: float) -> None:
-        """Asks again what the node is, which answers when that has changed or a second later, and gives it up if it does not say within
-        timeout more; then asks on. `told` is called on a thread of gRPC's."""
+    def ask(self, told: Callable[[node_pb2.NodeDescription], None], again: Callable[[], None], *, known: int, timeout: float) -> None:
+        """Asks again what the node is, and gives it up if it does not say. It keeps the question while its revision is the known one, for a
+        second, `timeout` more at the most. `told`, then `again`, are called on a thread of gRPC's."""
         if self.waits:
             return
-        known, asked = self.description.revision, time.monotonic()
+        asked = time.monotonic()
 
         def done(future: grpc.Future[node_pb2.NodeDescription]) -> None:
             try:
@@ -136,10 +136,9 @@ class Link:
             except grpc.FutureCancelledError:
                 return
             else:
-                self.description = description
                 told(description)
-                if description.revision != known or time.monotonic() - asked > _NEWS_S / 2:  # else it does not wait
-                    self.ask(told, timeout=timeout)
+                if description.revision != known or time.monotonic() - asked > _NEWS_S / 2:  # else it does not keep questions
+                    again()
 
         with contextlib.suppress(ValueError):  # closed meanwhile
             request = node_pb2.DescribeRequest(revision=known, wait_ms=int(1e3 * _NEWS_S))
