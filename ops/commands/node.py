@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ops.commands.serve import Load, LogLevel, container
+from ops.commands.serve import Load, LogLevel, Placement, container
 
 
 def register(app: typer.Typer) -> None:
@@ -30,6 +30,7 @@ def register(app: typer.Typer) -> None:
             bool | None, typer.Option("--insecure/--no-insecure", help="Let other machines call unencrypted (no).")
         ] = None,
         load: Annotated[Load | None, typer.Option(help="Map the file, copy the share to memory, or auto (auto).")] = None,
+        placement: Annotated[Placement | None, typer.Option(help="Which weights lie on which NUMA node (auto).")] = None,
         workers_per_node: Annotated[int | None, typer.Option(help="Worker processes per NUMA node; 0 computes in this process.")] = None,
         threads_per_worker: Annotated[int | None, typer.Option(help="Lanes of each worker.")] = None,
         metrics_host: Annotated[str | None, typer.Option(help="Address of the Prometheus endpoint (127.0.0.1).")] = None,
@@ -52,6 +53,7 @@ def register(app: typer.Typer) -> None:
             tls_ca=tls_ca,
             insecure=insecure,
             load=load and load.value,
+            placement=placement and placement.value,
             workers_per_node=workers_per_node,
             threads_per_worker=threads_per_worker,
             metrics_host=metrics_host,

@@ -6,7 +6,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from importlib.metadata import version
 
 from colibri.v1 import node_pb2
@@ -16,9 +16,8 @@ from service.config import ConfigError
 from service.node.batches import Work
 from service.node.config import NodeConfig
 from service.node.news import News
-from workers.keeping import Keep, Range, kept_ranges, left_out
+from workers.keeping import Keep
 from workers.layout import Layout, LayoutError, read_digest, read_layout
-from workers.mapping import MADV_POPULATE_READ, PAGE, advise, mapped
 from workers.slot import SupervisorConfig
 from workers.team import Team, TeamConfig
 
@@ -26,10 +25,6 @@ PROTOCOL = 1
 """Of Experts.Execute with prepared rows; both sides must have the same."""
 _STARTS = 3  # tries of a worker within start_timeout
 _FORMAT_NAMES = {number: name for name, number in FORMATS.items()}
-
-
-class AssignError(ValueError):
-    """A share can't be held; says which and why."""
 
 
 class Agent:
@@ -68,35 +63,13 @@ class Agent:
         self.not_held += sum(count for expert, count in zip(work.batch.experts, work.batch.counts, strict=True) if expert not in held)
 
     def assign(self, shares: Mapping[int, tuple[int, ...]]) -> None:
-        """Holds these experts from now on. What is new is read into memory first; what is no longer held is given up then. AssignError."""
+        """Holds these experts from now on: what is new is in memory when it returns, that of what is no longer held is given back.
+        ShareError: nothing has changed."""
         wanted = {layer: experts for layer, experts in sorted(shares.items()) if experts}
         with self._changing:
-            before, after = self._ranges(self._held), self._ranges(wanted)
-            self._populate(left_out(after, before))
+            self.team.hold(_pairs(wanted))
             self._held = wanted
             self.news.tell()
-            self.team.give_up(left_out(before, after))
-
-    def _ranges(self, held: Mapping[int, tuple[int, ...]]) -> tuple[Range, ...]:
-        experts = frozenset((layer, expert) for layer, own in held.items() for expert in own)
-        try:
-            return kept_ranges(self.layout, Keep(experts, backbone=False))
-        except LayoutError as error:
-            raise AssignError(str(error)) from error
-
-    def _populate(self, ranges: Iterable[Range]) -> None:
-        """An assignable node maps the file: who reads its pages once has them for the workers too."""
-        fd = os.open(self.config.model, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            for begin, end in ranges:
-                with mapped(fd, end - begin, writable=False, offset=begin) as address:
-                    refusal = advise(address, -(-(end - begin) // PAGE) * PAGE, MADV_POPULATE_READ)
-                    if refusal:
-                        raise AssignError(f"bytes {begin} to {end} of the model's file can't be read: {os.strerror(refusal)}")
-        except OSError as error:
-            raise AssignError(f"the model's file can't be mapped: {error.strerror}") from error
-        finally:
-            os.close(fd)
 
     @property
     def share_bytes(self) -> int:
@@ -145,14 +118,18 @@ def _read(config: NodeConfig) -> tuple[Layout, str]:
         os.close(fd)
 
 
+def _pairs(held: Mapping[int, tuple[int, ...]]) -> frozenset[tuple[int, int]]:
+    return frozenset((layer, expert) for layer, own in held.items() for expert in own)
+
+
 def _team_config(config: NodeConfig, held: Mapping[int, tuple[int, ...]]) -> TeamConfig:
     """A session without room for sequences. Nothing of the backbone is kept: no expert needs it."""
-    experts = frozenset((layer, expert) for layer, own in held.items() for expert in own)
     options = SessionOptions(max_rows=config.max_rows, max_seqs=1, max_logit_rows=1, kv_blocks=1, split_down=1, hang_ms=config.hang_ms)
     return TeamConfig(
         load_mode=config.load,
-        placement="none",
-        keep=Keep(experts, backbone=False),
+        placement=config.placement,
+        keep=Keep(_pairs(held), backbone=False),
+        grows=config.assignable,
         workers_per_node=config.workers_per_node,
         threads_per_worker=config.threads_per_worker,
         session=options,

@@ -21,11 +21,12 @@ from google.rpc.error_details_pb2 import ErrorInfo
 from colibri.v1 import experts_pb2 as pb, node_pb2
 from engine_c import EngineError
 from service.errors import DOMAIN, Refusal
-from service.node.agent import Agent, AssignError
+from service.node.agent import Agent
 from service.node.batches import BatchError, check
 from service.node.hello import StreamRefused, batch_of, check_opening, failure_code
 from service.node.metrics import NodeMetrics
 from service.wire import enclose
+from workers.growing import NoRoom, ShareError, UnknownExpert
 
 log = logging.getLogger("colibri.node")
 
@@ -68,8 +69,12 @@ class NodeCalls:
                 refuse(context, "INVALID_ARGUMENT", "BAD_SHARE", f"shares: the experts of layer {layer} must ascend, each once")
         try:
             agent.assign(shares)
-        except AssignError as error:
+        except UnknownExpert as error:
             refuse(context, "INVALID_ARGUMENT", "BAD_SHARE", f"shares: {error}")
+        except NoRoom as error:
+            refuse(context, "RESOURCE_EXHAUSTED", "NO_ROOM", f"this share is not taken: {error}")
+        except ShareError as error:
+            refuse(context, "UNAVAILABLE", "SHARE_NOT_READ", f"this share is not taken: {error}")
         log.info("assigned %d experts, %d MiB", sum(map(len, shares.values())), agent.share_bytes >> 20)
         return agent.describe()
 

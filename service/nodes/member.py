@@ -142,9 +142,12 @@ class Member:
     def ask(self, timeout: float) -> None:
         """Asks what it is now; returns at once."""
         self.record.look(time.monotonic())
+        self._ask(timeout)
+
+    def _ask(self, timeout: float) -> None:
         link = self.link
         if link is not None and self.life.state in (State.READY, State.DRAINING):
-            again = partial(self.ask, timeout)
+            again = partial(self._ask, timeout)
             link.ask(partial(self.hear, self._told), again, known=self.description.revision, timeout=timeout)
 
     def describe(self, description: node_pb2.NodeDescription) -> None:
