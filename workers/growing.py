@@ -34,7 +34,7 @@ class ShareError(RuntimeError):
     """A share can't be held; says why. What was held is held still."""
 
 
-class NoRoom(ShareError):
+class ShareTooLarge(ShareError):
     """There is too little memory for it."""
 
 
@@ -133,13 +133,13 @@ class Share:
             raise UnknownExpert(str(error)) from error
 
     def _copies(self, new: Sequence[Extent]) -> bool:
-        """Whether these are to be copied. NoRoom if they should be and can't."""
+        """Whether these are to be copied. ShareTooLarge if they should be and can't."""
         if self._image.mode == "map":
             return False
         needed, available = sum(extent.bytes for extent in new), self._available()
         if self._mode == "memfd" and needed + RESERVE > available:
             have = f"{needed + RESERVE >> 20} MiB are needed for it, {available >> 20} MiB are free"
-            raise NoRoom(f"{have}: give the node more memory or a smaller share")
+            raise ShareTooLarge(f"{have}: give the node more memory or a smaller share")
         return self._mode == "memfd" or 2 * needed + RESERVE <= available
 
     # ---------------------------------------------------------------- more

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from engine_c import Model, Session, SessionOptions
-from workers.growing import NoRoom, Share, ShareError, UnknownExpert, _minus, _union, open_growing
+from workers.growing import Share, ShareError, ShareTooLarge, UnknownExpert, _minus, _union, open_growing
 from workers.keeping import Keep, kept_ranges
 from workers.layout import Layout, read_layout
 from workers.placement import PAGE, Extent
@@ -109,7 +109,7 @@ def test_a_share_that_can_not_be_held_changes_nothing(tiny_model: Path) -> None:
         with pytest.raises(UnknownExpert, match="no expert 99 of layer 0"):
             held.share.hold(A | {(0, 99)})
         held.share._available = lambda: 1 << 20
-        with pytest.raises(NoRoom, match="1 MiB are free: give the node more memory"):
+        with pytest.raises(ShareTooLarge, match="1 MiB are free: give the node more memory"):
             held.share.hold(A | B)
         assert held.taken() == held.size(A)
         assert held.read() == held.path.read_bytes()
