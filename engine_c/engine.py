@@ -51,8 +51,8 @@ class Session(Lanes):
     ) -> tuple[list[SeqResult], StepStats]:
         """Runs all layers for one batch, results in its order. On EngineError only KV of earlier steps' positions may be used.
 
-        tell >= 0: an eventfd to write to as the step begins. From Python it could not be done so late: who waits for it would take the
-        interpreter, and the step would begin only when it gives it back.
+        tell >= 0: an eventfd to write to once the first layer's experts are under way. From Python it could not be done so late: who waits
+        for it would take the interpreter, and the step would begin only when it gives it back.
         remote: who has the experts and layers of set_remote computed; its RemoteLost gives the step up.
         """
         buffers = self._buffers

@@ -14,7 +14,10 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+from service.transport import FEWER_HOPS, VARIABLE
+
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # workers are exec'd; nothing forks once grpc runs
+os.environ.setdefault(VARIABLE, FEWER_HOPS)
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
