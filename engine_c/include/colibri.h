@@ -372,6 +372,10 @@ typedef struct colibri_step_stats {
  * disturbs no other. seq_status [n_seqs] may be NULL; gets COLIBRI_OK or COLIBRI_ENUMERIC. stats may be NULL. */
 COLIBRI_API int colibri_step(colibri_session *session, const colibri_batch *batch, colibri_row_result *results, int32_t *seq_status,
                              colibri_step_stats *stats, colibri_error *err);
+/* Has 1 written to an eventfd, once, in the next call of colibri_step: when other lanes have something long to go on with, should whoever
+ * wakes up take the stepping thread's CPU: the first layer's experts, or with many rows anything; or when the call returns, if it comes to none. fd -1: to none. The descriptor stays the
+ * caller's; if it does not block, nor does this. Between steps, on the stepping thread. */
+COLIBRI_API void colibri_session_tell(colibri_session *session, int fd);
 /* ---------------------------------------------------------------- experts and layers that are computed elsewhere
  *
  * A step routes a layer here. If some of the chosen experts are remote, colibri_step returns COLIBRI_NEEDS_REMOTE: the caller packs their mini-batches
