@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ops.bench.measure import BenchError
-from ops.bench.served import environment, free_port, stop
+from ops.bench.served import environment, free_port, listens, stop
 from ops.bench.steps import BenchConfig
 from service.artifact import read_artifact
 from service.config import ServeConfig
@@ -55,7 +55,7 @@ def pinned(cpus: Sequence[int]) -> Iterator[None]:
 
 @contextmanager
 def node_processes(path: Path, config: BenchConfig, cores: Cores) -> Iterator[list[str]]:
-    """Nodes with an equal share each, from before they have begun to listen; their addresses. BenchError with the log of one that ends."""
+    """Nodes with an equal share each, once they listen; their addresses. BenchError with the log of one that ends."""
     with ExitStack() as undo:
         folder = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="colibri-bench-")))
         logs, processes, ports = [], [], []
@@ -73,10 +73,19 @@ def node_processes(path: Path, config: BenchConfig, cores: Cores) -> Iterator[li
             logs.append(log)
             processes.append(process)
             ports.append(port)
+        for process, log, port in zip(processes, logs, ports, strict=True):
+            _wait_listening(process, log, port)
         yield [f"127.0.0.1:{port}" for port in ports]
-        for process, log in zip(processes, logs, strict=True):
-            if process.poll() is not None:
-                raise BenchError(f"a node ended with exit code {process.returncode}: {log.read_text(errors='replace')[-2000:]}")
+
+
+def _wait_listening(process: subprocess.Popen[bytes], log: Path, port: int) -> None:
+    end = time.monotonic() + _START_SECONDS
+    while not listens(port):
+        if process.poll() is not None:
+            raise BenchError(f"a node ended with exit code {process.returncode}: {log.read_text(errors='replace')[-2000:]}")
+        if time.monotonic() > end:
+            raise BenchError(f"a node was not there after {_START_SECONDS:.0f} s: {log.read_text(errors='replace')[-2000:]}")
+        time.sleep(_POLL)
 
 
 def _command(path: Path, config: BenchConfig, index: int, count: int, port: int) -> list[str]:
