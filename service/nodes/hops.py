@@ -13,7 +13,7 @@ import numpy as np
 from colibri.v1 import experts_pb2 as pb
 from engine_c import RemoteLayers, RemoteLost
 from service.nodes.legs import Leg
-from service.nodes.link import Link
+from service.nodes.link import Answer, Link
 from service.nodes.member import Member
 from service.nodes.pool import NodePool
 from service.spans import show_ranges
@@ -53,10 +53,10 @@ class Hops:
         link.send(enclose(_LAYERS, message, _X, data))
         work = rows * (leg.end - leg.first)
         due = began + max(self._timeout_s + work * _ROW_S, _SLOW * work * member.record.hop_row_s)
-        result = self._wait(leg, member, link, number, due)
-        if len(result.data) != len(data):
-            self._give_up(leg, member, link, f"it answered {len(result.data)} bytes for {rows} rows of {4 * self._hidden} bytes")
-        call.x[:] = np.frombuffer(result.data, np.float32).reshape(rows, self._hidden)
+        answer = self._wait(leg, member, link, number, due)
+        if len(answer.data) != len(data):
+            self._give_up(leg, member, link, f"it answered {len(answer.data)} bytes for {rows} rows of {4 * self._hidden} bytes")
+        call.x[:] = np.frombuffer(answer.data, np.float32).reshape(rows, self._hidden)
         took = time.monotonic() - began
         self.hops += 1
         self.wait_s += took
@@ -64,25 +64,25 @@ class Hops:
         record.hops += 1
         record.hop_rows += work
         record.hop_s += took
-        record.compute_s += result.compute_ns / 1e9
+        record.compute_s += answer.message.result.compute_ns / 1e9
         record.sent_bytes += len(data)
         record.received_bytes += len(data)
 
-    def _wait(self, leg: Leg, member: Member, link: Link, number: int, due: float) -> pb.ExpertResult:
+    def _wait(self, leg: Leg, member: Member, link: Link, number: int, due: float) -> Answer:
         while True:
             try:
-                other, response = self._pool.inbox.get(timeout=max(0.0, due - time.monotonic()))
+                other, answer = self._pool.inbox.get(timeout=max(0.0, due - time.monotonic()))
             except queue.Empty:
                 self._give_up(leg, member, link, "it did not answer in time")
-            if response is None:
+            if answer is None:
                 if other is link:
                     raise RemoteLost(f"node {member.name}, which ran layers {_words(leg)}, was lost")
-            elif response.HasField("result"):
-                if other is link and response.result.id == number:
-                    return response.result
+            elif answer.message.HasField("result"):
+                if other is link and answer.message.result.id == number:
+                    return answer
                 self.dropped += 1
-            elif other is link and response.failed.id == number:
-                self._give_up(leg, member, link, f"it did not run layers {_words(leg)}: {response.failed.message}")
+            elif other is link and answer.message.failed.id == number:
+                self._give_up(leg, member, link, f"it did not run layers {_words(leg)}: {answer.message.failed.message}")
 
     def _give_up(self, leg: Leg, member: Member, link: Link, reason: str) -> NoReturn:
         """Ends a stream, and with it the keys and values of its layers; the node is reached anew. RemoteLost."""

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 import grpc
 
 from colibri.v1 import experts_pb2 as pb, node_pb2, node_pb2_grpc
-from service.wire import PROTOCOL
+from service.wire import PROTOCOL, disclose
 
 HELLO_S = 3.0
 """Seconds for a node to say what it is, or to take the stream."""
 _EXECUTE = f"/{pb.DESCRIPTOR.services_by_name['Experts'].full_name}/Execute"
+_RESULT = pb.ExecuteResponse.DESCRIPTOR.fields_by_name["result"].number
+_DATA = pb.ExpertResult.DESCRIPTOR.fields_by_name["data"].number
 _ASSIGN = 120.0  # seconds for a node to read a new share
 _NEWS_S = 1.0  # that a node keeps a question what it is, as long as nothing has changed
 _REFUSALS = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.RESOURCE_EXHAUSTED)  # of a stream that has not been taken
@@ -83,7 +85,22 @@ class Identity:
         return ""
 
 
-Told = Callable[[pb.ExecuteResponse], None]
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What came over a stream. data: that of a result, whose own field may be empty."""
+
+    message: pb.ExecuteResponse
+    data: bytes | memoryview = b""
+
+    @classmethod
+    def decode(cls, raw: bytes) -> Answer:
+        """DecodeError."""
+        rest, data = disclose(raw, _RESULT, _DATA)
+        message = pb.ExecuteResponse.FromString(rest)
+        return cls(message, data or message.result.data)
+
+
+Told = Callable[[Answer], None]
 
 
 class Link:
@@ -98,7 +115,7 @@ class Link:
         self._channel = _channel(address, secrets)
         self._node = node_pb2_grpc.NodeStub(self._channel)
         self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._call: grpc._CallIterator[pb.ExecuteResponse] | None = None
+        self._call: grpc._CallIterator[Answer] | None = None
         self._asking: grpc.Future[node_pb2.NodeDescription] | None = None
 
     # ------------------------------------------------------------ the link's own thread
@@ -122,17 +139,15 @@ class Link:
         )
         self._outgoing.put(pb.ExecuteRequest(open=opening).SerializeToString())
         with _in_words():
-            execute: grpc.StreamStreamMultiCallable[bytes, pb.ExecuteResponse] = self._channel.stream_stream(
-                _EXECUTE, None, pb.ExecuteResponse.FromString
-            )
+            execute: grpc.StreamStreamMultiCallable[bytes, Answer] = self._channel.stream_stream(_EXECUTE, None, Answer.decode)
             self._call = execute(iter(self._outgoing.get, None), timeout=timeout)
 
     def read(self, told: Told) -> str:
         """Hands on every answer until the stream ends; returns why. The first answer is the node's word that it has taken the stream."""
         assert self._call is not None
         try:
-            for response in self._call:
-                told(response)
+            for answer in self._call:
+                told(answer)
             return self.error or "it ended the stream"
         except grpc.RpcError as error:
             self.refused = error.code() in _REFUSALS

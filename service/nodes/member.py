@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
-from colibri.v1 import experts_pb2 as pb, node_pb2
+from colibri.v1 import node_pb2
 from service.nodes.addresses import Place
 from service.nodes.holders import Holder
 from service.nodes.lifecycle import Life, State
-from service.nodes.link import HELLO_S, Identity, Link, Refused, Unreachable
+from service.nodes.link import HELLO_S, Answer, Identity, Link, Refused, Unreachable
 from service.spans import Range, show_ranges
 
 log = logging.getLogger("colibri.nodes")
@@ -75,7 +75,7 @@ class Pool(Protocol):
         """What it holds, or whether it is to be used, is another."""
         ...
 
-    def told(self, link: Link, response: pb.ExecuteResponse) -> None:
+    def told(self, link: Link, answer: Answer) -> None:
         """It has answered."""
         ...
 
@@ -214,12 +214,12 @@ class Member:
         watch.daemon = True
         watch.start()
 
-        def told(response: pb.ExecuteResponse) -> None:
-            if response.WhichOneof("kind") == "opened":
+        def told(answer: Answer) -> None:
+            if answer.message.WhichOneof("kind") == "opened":
                 watch.cancel()
-                self._open(link, response.opened)
+                self._open(link, answer.message.opened)
             else:
-                self.pool.told(link, response)
+                self.pool.told(link, answer)
 
         try:
             reason = link.read(told)

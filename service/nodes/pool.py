@@ -10,18 +10,17 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from colibri.v1 import experts_pb2 as pb
 from service.nodes.addresses import Place, resolve
 from service.nodes.dealing import Dealing
 from service.nodes.holders import Table
-from service.nodes.link import Identity, Link, Refused
+from service.nodes.link import Answer, Identity, Link, Refused
 from service.nodes.member import Member
 
 log = logging.getLogger("colibri.nodes")
 _ASK_EVERY = 1.0  # seconds between two looks at how a node is, which is also how a silent one is noticed when nothing is asked of it
 _FAREWELL = 2.0  # seconds for threads to end
 
-Event = tuple[Link, pb.ExecuteResponse | None]
+Event = tuple[Link, Answer | None]
 """An answer, or None: the stream has ended."""
 
 
@@ -106,9 +105,9 @@ class NodePool:
             self.table = self._make_table()
         self._wake.set()
 
-    def told(self, link: Link, response: pb.ExecuteResponse) -> None:
+    def told(self, link: Link, answer: Answer) -> None:
         """An answer goes to the engine's thread."""
-        self.inbox.put((link, response))
+        self.inbox.put((link, answer))
 
     def lost(self, link: Link) -> None:
         """The table is made anew before the engine's thread hears of it, so that it does not choose it again."""

@@ -17,7 +17,7 @@ from service.nodes.flight import Flight, Row, Sent
 from service.nodes.holders import Table
 from service.nodes.hops import Hops
 from service.nodes.legs import Leg, layers_of, plan_legs, show_layers
-from service.nodes.link import Link
+from service.nodes.link import Answer, Link
 from service.nodes.pool import NodePool
 from service.request import Request
 from service.wire import enclose
@@ -187,16 +187,16 @@ class NodeRemote:
 
     def _wait(self, call: RemoteExperts, flight: Flight) -> None:
         try:
-            link, response = self._pool.inbox.get(timeout=max(0.0, min(flight.next_time() - time.monotonic(), _LONGEST_S)))
+            link, answer = self._pool.inbox.get(timeout=max(0.0, min(flight.next_time() - time.monotonic(), _LONGEST_S)))
         except queue.Empty:
             self._hurry(call, flight)
             return
-        if response is None:
+        if answer is None:
             self._resend(call, link.key)
-        elif response.HasField("result"):
-            self._put(call, flight, link, response.result)
-        elif response.failed.id in flight.open:
-            self._give_up(call, link, f"it failed a batch: {response.failed.message}")
+        elif answer.message.HasField("result"):
+            self._put(call, flight, link, answer)
+        elif answer.message.failed.id in flight.open:
+            self._give_up(call, link, f"it failed a batch: {answer.message.failed.message}")
         else:
             self.totals.dropped += 1
 
@@ -231,22 +231,23 @@ class NodeRemote:
         member.record.sent_bytes += len(batch.rows)
         link.send(enclose(_BATCH, message, _DATA, batch.rows))
 
-    def _put(self, call: RemoteExperts, flight: Flight, link: Link, result: pb.ExpertResult) -> None:
+    def _put(self, call: RemoteExperts, flight: Flight, link: Link, answer: Answer) -> None:
+        result, data = answer.message.result, answer.data
         sent = flight.open.get(result.id)
         if sent is None or sent.key != link.key:
             self.totals.dropped += 1
             return
         size = 4 * self._hidden
-        if len(result.data) != sent.pairs * size:
-            self._give_up(call, link, f"it answered {len(result.data)} bytes for {sent.pairs} outputs of {size} bytes")
+        if len(data) != sent.pairs * size:
+            self._give_up(call, link, f"it answered {len(data)} bytes for {sent.pairs} outputs of {size} bytes")
             return
         found = flight.answered(result.id)
         assert found is not None
         self._record(link, sent, result)
         if len(found[1]) == len(sent.experts):
-            call.put(sent.experts, result.data)
+            call.put(sent.experts, data)
             return
-        at, data = 0, memoryview(result.data)
+        at = 0
         for expert in sent.experts:
             end = at + call.counts[expert] * size
             if expert in found[1]:
@@ -259,7 +260,7 @@ class NodeRemote:
             record = found[0].record
             record.batches += 1
             record.pairs += sent.pairs
-            record.received_bytes += len(result.data)
+            record.received_bytes += 4 * self._hidden * sent.pairs
             record.round_trip_s += time.monotonic() - sent.at
             record.compute_s += result.compute_ns / 1e9
 
