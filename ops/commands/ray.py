@@ -37,7 +37,7 @@ def up(
     port: Annotated[int, typer.Option(min=1, max=65535, help="Of the first node; the others' follow.")] = 50061,
     cpus: Annotated[float, typer.Option(min=0, help="CPUs each takes in Ray's books.")] = 1.0,
     node_option: Annotated[list[str] | None, typer.Option(help="For `colibri node`, such as --insecure; repeat it.")] = None,
-    write: Annotated[Path | None, typer.Option(help="File to keep the nodes' addresses in; `colibri serve --nodes file:PATH` follows it.")] = None,
+    write: Annotated[Path | None, typer.Option(help="File for their addresses; `colibri serve --nodes file:PATH` follows it.")] = None,
 ) -> None:
     """Prints the addresses, and again when they change."""
     if port + nodes - 1 > 65535:
