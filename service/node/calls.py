@@ -31,6 +31,7 @@ log = logging.getLogger("colibri.node")
 _SERVICE = pb.DESCRIPTOR.services_by_name["Experts"].full_name
 _RESULT = pb.ExecuteResponse.DESCRIPTOR.fields_by_name["result"].number
 _DATA = pb.ExpertResult.DESCRIPTOR.fields_by_name["data"].number
+_SAY_AGAIN = 60.0  # seconds
 _CODES = {"EINVAL": Code.INVALID_ARGUMENT, "ENOLANES": Code.UNAVAILABLE, "ENOMEM": Code.RESOURCE_EXHAUSTED}
 
 
@@ -87,6 +88,7 @@ class ExpertCalls:
         self._metrics = metrics
         self._lock = threading.Lock()
         self._last = time.monotonic()
+        self._refused: dict[tuple[str, str], float] = {}  # when it was last said of a host why
         self.streams = 0
 
     @property
@@ -130,16 +132,25 @@ class ExpertCalls:
             refuse(context, "UNAVAILABLE", "DRAINING", "this node is draining: it takes no more streams")
         if opening.protocol not in (0, PROTOCOL):
             sentence = f"the caller speaks protocol {opening.protocol}, this node {PROTOCOL}: run the same version on both"
-            log.warning("refused %s: %s", caller, sentence)
+            self._say_refused(opening, peer, sentence)
             refuse(context, "FAILED_PRECONDITION", "VERSION_DIFFERS", sentence)
         if opening.model_digest not in ("", agent.digest):
             sentence = f"the caller's model has digest {opening.model_digest[:64]}, this node's {agent.digest}: give both the same file"
-            log.warning("refused %s: %s", caller, sentence)
+            self._say_refused(opening, peer, sentence)
             refuse(context, "FAILED_PRECONDITION", "MODEL_DIFFERS", sentence)
         if opening.model not in ("", agent.model_name):
             refuse(context, "NOT_FOUND", "NO_SUCH_MODEL", f"there is no model {opening.model[:64]!r} here, only {agent.model_name}")
         log.info("%s has opened a stream", caller)
         return Stream(caller, bool(opening.protocol and opening.model_digest))
+
+    def _say_refused(self, opening: pb.OpenStream, peer: str, sentence: str) -> None:
+        """Once a minute for each reason: front ends look again every second."""
+        host, now = peer.rpartition(":")[0], time.monotonic()
+        with self._lock:
+            self._refused = {key: at for key, at in self._refused.items() if now - at < _SAY_AGAIN}
+            news = self._refused.setdefault((host, sentence), now) == now
+        if news:
+            log.warning("refused %s (%s) at %s: %s", opening.front_end or "a caller", opening.version or "no version", host, sentence)
 
     def _answer(self, message: pb.ExpertBatch, stream: Stream) -> bytes:
         self._last = time.monotonic()

@@ -28,7 +28,11 @@ _OPTIONS: list[tuple[str, int | str]] = [
 
 
 class Unreachable(Exception):
-    """The node can't be had for now; the sentence says why."""
+    """The node can't be had for now; the sentence says why. silent: for it says nothing at all."""
+
+    def __init__(self, sentence: str, *, silent: bool = False) -> None:
+        super().__init__(sentence)
+        self.silent = silent
 
 
 class Refused(Exception):
@@ -166,7 +170,7 @@ def _in_words() -> Iterator[None]:
     except grpc.RpcError as error:
         if error.code() is grpc.StatusCode.UNIMPLEMENTED:
             raise Refused("it is no node: start it by `colibri node`") from error
-        raise Unreachable(_words(error)) from error
+        raise Unreachable(_words(error), silent=error.code() is grpc.StatusCode.DEADLINE_EXCEEDED) from error
     except ValueError as error:
         raise Unreachable("the channel was closed") from error
 

@@ -128,10 +128,10 @@ class Member:
             except Refused as refusal:
                 self._say(State.REFUSED, str(refusal))
             except Unreachable as failure:
-                self._give_up(str(failure))
+                self._give_up(str(failure), look=not failure.silent)
             except Exception:
                 log.exception("node %s: a bug of ours", self.name)
-                self._give_up("a bug of ours; the log has it")
+                self._give_up("a bug of ours; the log has it", look=False)
             finally:
                 self.link = None
                 self.pool.lost(link)
@@ -178,8 +178,8 @@ class Member:
         log.info("node %s at %s computes for us: it holds %d experts of %d layers", self.name, self.place, len(self.held), layers)
         self.pool.changed()
 
-    def _give_up(self, reason: str) -> None:
-        if trouble := self.why_no_tls(str(self.place)) if self.life.state is State.CONNECTING else "":
+    def _give_up(self, reason: str, *, look: bool) -> None:
+        if trouble := self.why_no_tls(str(self.place)) if look and self.life.state is State.CONNECTING else "":
             self._say(State.REFUSED, trouble)
         else:
             self._say(State.LOST, reason)
