@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, NoReturn
 from urllib.parse import unquote
 
@@ -113,8 +113,13 @@ class ExpertCalls:
             refuse(context, "RESOURCE_EXHAUSTED", "TOO_MANY_STREAMS", f"{self._agent.config.max_streams} streams are open already")
         try:
             stream = self._open(next(requests, pb.ExecuteRequest()), context)
-            yield pb.ExecuteResponse(opened=self._agent.describe()).SerializeToString()
-            for request in requests:
+            told = -1
+            for request in chain((None,), requests):
+                if told != self._agent.revision:
+                    told = self._agent.revision
+                    yield pb.ExecuteResponse(opened=self._agent.describe()).SerializeToString()
+                if request is None:
+                    continue
                 if request.WhichOneof("kind") != "batch":
                     refuse(context, "INVALID_ARGUMENT", "BAD_STREAM", "only batches may follow the message that opens the stream")
                 yield self._answer(request.batch, stream)

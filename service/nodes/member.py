@@ -156,11 +156,16 @@ class Member:
         watch.start()
 
         def told(response: pb.ExecuteResponse) -> None:
-            if response.WhichOneof("kind") == "opened":
+            if response.WhichOneof("kind") != "opened":
+                self.pool.told(link, response)
+            elif watch.finished.is_set():  # something of it has changed
+                if reason := self.identity.why_not(response.opened):
+                    link.end(reason)
+                else:
+                    self.describe(response.opened)
+            else:
                 watch.cancel()
                 self._open(link, response.opened)
-            else:
-                self.pool.told(link, response)
 
         try:
             raise Unreachable(link.read(told))

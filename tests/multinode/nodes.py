@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
-import psutil
 
 from colibri.v1 import node_pb2, node_pb2_grpc, operator_pb2 as op, operator_pb2_grpc
 from tests.fault.harness import limit, wait_for
@@ -33,7 +32,8 @@ class Node(Process):
 
     def sockets(self) -> int:
         """Connections that have come to its port and are open."""
-        return sum(c.status == psutil.CONN_ESTABLISHED and c.laddr.port == PORT for c in psutil.Process(self.pid).net_connections("tcp"))
+        lines = [line for table in ("tcp", "tcp6") for line in Path(f"/proc/{self.pid}/net/{table}").read_text().splitlines()[1:]]
+        return sum(words[1].endswith(f":{PORT:04X}") and words[3] == "01" for words in map(str.split, lines))
 
 
 @dataclass

@@ -76,6 +76,10 @@ class Process:
     def terminate(self) -> int:
         """SIGTERM; returns the exit code."""
         self.signal(signal.SIGTERM)
+        return self.wait()
+
+    def wait(self) -> int:
+        """The exit code, when it has ended."""
         assert self.popen is not None
         return self.popen.wait(START_S * PATIENCE)
 
