@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from colibri.v1 import operator_pb2 as pb
+from service.nodes.balancing import NodesReport
 from workers.balance import BalancePlan, ExpertMove, ExpertReplica
 from workers.rebalancing import BalanceReport
 
@@ -21,6 +22,15 @@ def report_message(report: BalanceReport, *, took_ms: float) -> pb.RebalanceResp
     message.bytes = sum(move.bytes for move in report.moved) + sum(copy.bytes for copy in report.replicated)
     if report.refused:
         message.reason = f"the machine refused it: {report.refused} ({report.plan.reason})"
+    return message
+
+
+def nodes_message(found: NodesReport, *, took_ms: float) -> pb.RebalanceResponse:
+    """The same of nodes that compute for this server: numbers stand for their names."""
+    message = report_message(found.report, took_ms=took_ms)
+    message.nodes.extend(found.names)
+    if found.report.refused:
+        message.reason = f"not all of it was done: {found.report.refused} ({found.report.plan.reason})"
     return message
 
 

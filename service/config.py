@@ -72,8 +72,9 @@ class ServeConfig:
     nodes_replicas: int = 1  # of every expert, on nodes that take what they are assigned
     nodes_redeal_s: float = 10.0  # seconds that a node which vanished may take to come back to its share
     nodes_balance: Rebalance = "off"  # "auto": experts move between those nodes as the load asks for, at rebalance_interval
+    nodes_slack: float = 0.25  # of an even share of the experts: so much more may a node hold when they move, or get copies
 
-    experts_api: bool = False  # callers may have experts by themselves (Experts.Forward); steps keep experts' outputs apart for it
+    experts_api: bool = False  # callers may have experts by themselves (Experts.Forward, Execute); steps keep outputs apart for it
     smt: bool = False  # lanes for SMT siblings too: they share a core's units, which is seldom faster
     workers_per_node: int | None = None  # worker processes; 0: compute in this process; None: planned
     threads_per_worker: int | None = None  # lanes of a worker; None: planned
@@ -97,7 +98,7 @@ class ServeConfig:
     stream_buffer_tokens: int = 1024  # tokens a client may leave unread, and
     stream_interval_ms: float | None = None  # tokens may be held so long; None: not while few answers run, up to 50 while many do
     stream_patience: float = 5.0  # for so many seconds, before its request is called off
-    max_message_bytes: int | None = None  # of a request; None: what the longest prompt of the model can need
+    max_message_bytes: int | None = None  # of a request; None: what the longest prompt can need; with experts_api 4 MiB at least
     max_rpcs: int | None = None  # calls at once, health watches included; None: max_queue + max_seqs + 1024
 
     drain_grace: float = 30.0  # seconds that requests may finish in after SIGTERM
@@ -214,6 +215,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "nodes_resolve_s": (0.1, 86400.0),
     "nodes_replicas": (1, 64),
     "nodes_redeal_s": (0.0, 86400.0),
+    "nodes_slack": (0.0, 64.0),
     "spin_us": (0, 1_000_000),
     "hang_ms": (0, 3_600_000),
     "max_queue": (1, 1_000_000),

@@ -25,7 +25,7 @@ class Desk:
         self.tokens = 0  # generated so far
         self.unable = ""  # why nothing will be computed for long; "": it will
         self.nodes_lost: Callable[[], str] | None = None  # what nodes lack at this moment, if that is why
-        self._draining = False
+        self.going = asyncio.Event()  # set with the first drain
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -42,12 +42,12 @@ class Desk:
     @property
     def draining(self) -> bool:
         """Nothing new is taken."""
-        return self._draining
+        return self.going.is_set()
 
     @contextmanager
     def call(self) -> Iterator[None]:
         """Counts a call while it is answered. Raises Draining once the server is on its way down."""
-        if self._draining:
+        if self.going.is_set():
             raise Draining
         self._calls += 1
         self._idle.clear()
@@ -89,7 +89,7 @@ class Desk:
 
     def drain(self) -> None:
         """Takes nothing new from now on."""
-        self._draining = True
+        self.going.set()
         self._engine.drain()
 
     async def wait_idle(self, timeout: float) -> bool:

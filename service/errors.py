@@ -102,6 +102,10 @@ def _engine(fault: faults.EngineFault) -> Refusal:
     return Refusal("INTERNAL", str(fault), [_info(fault.reason)])
 
 
+def _misfit(fault: faults.StreamMisfit) -> Refusal:
+    return Refusal(fault.code, str(fault), [_info(fault.reason)])
+
+
 def _operator(fault: faults.OperatorFault) -> Refusal:
     return Refusal(fault.code, str(fault), [_info(fault.reason, **fault.metadata)])
 
@@ -119,5 +123,6 @@ _MAKERS: dict[type[faults.Fault], Callable[..., Refusal]] = {
     faults.WorkersLost: _broken_off("WORKER_LOST"),
     faults.NodesLost: _broken_off("NODES_LOST"),
     faults.EngineFault: _engine,
+    faults.StreamMisfit: _misfit,
     faults.OperatorFault: _operator,
 }

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from functools import partial
 
 from colibri.v1 import experts_pb2 as pb, experts_pb2_grpc, inference_pb2
 from engine_c import GREEDY, EngineError, Routes
 from service.calls import Call, Calls, Context, aside, deadline, read_prompt
+from service.experts_execute import Execution
 from service.experts_forward import PIECE_ROWS, Block, forward_response, read_hidden, run_block
 from service.faults import EngineFault, InvalidField, WorkersLost, shown
 from service.hosted import Hosted
@@ -64,8 +65,7 @@ class ExpertsServicer(experts_pb2_grpc.ExpertsServicer):
 
     async def _forward(self, message: pb.ForwardRequest, hosted: Hosted) -> pb.ForwardResponse:
         model, session = hosted.model, hosted.team.session
-        if not session.options.split_down:
-            raise InvalidField("model", f"{shown(model.name)} computes no experts by themselves here; serve it with --experts-api")
+        _check_split(hosted)
         size = message.ByteSize()
         x = await aside(size, partial(read_hidden, message, model, largest=ANSWER_BYTES - _BESIDE))
         blocks: list[Block] = []
@@ -79,6 +79,23 @@ class ExpertsServicer(experts_pb2_grpc.ExpertsServicer):
                     raise WorkersLost(ran=False, sentence=str(error)) from error
                 raise EngineFault(f"ENGINE_{error.name}", f"the engine could not run the experts: {error}") from error
         return await aside(size, partial(forward_response, message, model, blocks))
+
+
+    async def Execute(self, requests: AsyncIterator[pb.ExecuteRequest], context: Context) -> None:
+        """A caller's mini-batches of experts, until it has no more."""
+        opening = await anext(aiter(requests), pb.ExecuteRequest())
+
+        async def work(call: Call, hosted: Hosted) -> None:
+            _check_split(hosted)
+            await call.greet(context)
+            await Execution(hosted, context, largest=ANSWER_BYTES - _BESIDE).run(opening, requests)
+
+        await self._calls.answer(context, opening.open.model, work)
+
+
+def _check_split(hosted: Hosted) -> None:
+    if not hosted.team.session.options.split_down:
+        raise InvalidField("model", f"{shown(hosted.name)} computes no experts by themselves here; serve it with --experts-api")
 
 
 def read_layers(wanted: Sequence[int], model: ServedModel) -> tuple[int, ...]:

@@ -120,6 +120,15 @@ class EngineFault(Fault):
         self.reason = reason
 
 
+class StreamMisfit(Fault):
+    """A stream of mini-batches does not fit to what is served. `code` is a gRPC status by name, `reason` a short upper-case name of it."""
+
+    def __init__(self, code: str, reason: str, sentence: str) -> None:
+        super().__init__(sentence)
+        self.code = code
+        self.reason = reason
+
+
 class OperatorFault(Fault):
     """An operator's wish is refused or did not work out. `code` is a gRPC status by name, `reason` a short upper-case name of it."""
 

@@ -109,6 +109,8 @@ class Hosted:
                 await asyncio.to_thread(team.close)
                 raise
         hosted = cls(config, team, model, metrics, nodes)
+        if nodes is not None:
+            nodes.keep_balanced(config, lambda: team.session.expert_counts().tolist())
         hosted.engine.start(asyncio.get_running_loop(), hosted.desk.deliver)
         hosted.move(ModelState.READY)
         return hosted
@@ -178,6 +180,8 @@ class Hosted:
 
     async def stop_moving(self) -> None:
         """Lets the experts lie where they do from now on; a rebalancing under way ends soon."""
+        if self.nodes is not None:
+            self.nodes.balancer.close()
         await asyncio.to_thread(self.team.stop_moving)
 
     # ------------------------------------------------------------ health and numbers

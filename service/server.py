@@ -26,7 +26,7 @@ from service.address import check_address
 from service.artifact import read_artifact
 from service.collector import calm_collector
 from service.config import ConfigError, ServeConfig, unknown_variables
-from service.experts import ExpertsServicer
+from service.experts import ANSWER_BYTES, ExpertsServicer
 from service.health import EXPERTS, LIVENESS, READINESS, HealthServicer
 from service.hosted import Hosted
 from service.inference import InferenceServicer, add_inference
@@ -171,7 +171,8 @@ class Server:
             raise ConfigError(f"metrics cannot be served on {where}: {error.strerror or error}; choose another metrics_port") from error
 
     async def _listen(self) -> None:
-        options = channel_options(self.config.max_message_bytes or self.default.model.bounds.message_bytes)
+        usual = max(self.default.model.bounds.message_bytes, ANSWER_BYTES if self.config.experts_api else 0)
+        options = channel_options(self.config.max_message_bytes or usual)
         checks = (ReadingInterceptor(lambda code: self.default.metrics.count_failure(code)),)
         server = grpc.aio.server(options=options, maximum_concurrent_rpcs=self.config.rpcs, interceptors=checks)
         add_inference(InferenceServicer(self.host), server)

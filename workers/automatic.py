@@ -6,9 +6,10 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from workers.balance import MIN_GAIN
-from workers.rebalancing import Loads, Rebalancer
+from workers.rebalancing import BalanceReport, Loads
 
 log = logging.getLogger("colibri.workers")
 
@@ -23,12 +24,12 @@ TIMEOUT_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Automatic:
-    """How a team rebalances itself. loads: the tokens each expert has had since some beginning [layers][experts]; None: as the session
-    counts them."""
+    """How a team rebalances itself. replicas: None leaves them to who moves experts. loads: the tokens each expert has had since some
+    beginning [layers][experts]; None: as the session counts them."""
 
     interval_s: float = 30.0
     min_gain: float = MIN_GAIN
-    replicas: int = 0
+    replicas: int | None = 0
     loads: Callable[[], Loads] | None = None
 
 
@@ -57,16 +58,29 @@ class LoadAverage:
         return bool(self.loads) and sum(map(sum, self.loads)) >= LEAST_TOKENS * len(self.loads)
 
 
+class Moves(Protocol):
+    """Who moves experts (workers.rebalancing.Rebalancer)."""
+
+    @property
+    def fixed(self) -> str:
+        """Why nothing can ever be moved; "" if it can."""
+        ...
+
+    def rebalance(self, load: Loads, *, dry_run: bool, replicas: int | None, min_gain: float, timeout: float) -> BalanceReport:
+        """Plans and does it."""
+        ...
+
+
 class Keeper:
     """The thread that rebalances. Where nothing can be moved there is none, which the log says once."""
 
-    def __init__(self, rebalancer: Rebalancer, loads: Callable[[], Loads], config: Automatic) -> None:
+    def __init__(self, rebalancer: Moves, loads: Callable[[], Loads], config: Automatic) -> None:
         self._rebalancer = rebalancer
         self._loads = config.loads or loads
         self._config = config
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        if fixed := rebalancer.places().fixed:
+        if fixed := rebalancer.fixed:
             log.info("automatic rebalancing has nothing to do: %s", fixed)
             return
         self._thread = threading.Thread(target=self._run, name="colibri-balance", daemon=True)

@@ -88,6 +88,7 @@ def plan_balance(
     current: Holdings,
     *,
     replicas: int = 0,
+    least: int = 1,
     min_gain: float = MIN_GAIN,
     speeds: Mapping[int, float] | None = None,
     capacity: Mapping[int, int] | None = None,
@@ -98,13 +99,16 @@ def plan_balance(
     """Plans where experts lie from what they had to do.
 
     load: tokens of each expert [layers][experts], in any unit. expert_bytes: of one expert, or of each. nodes: their numbers. replicas: how
-    many further copies a layer may have in all; those it has beyond that are dropped. speeds: of the nodes, for instance how many lanes
+    many further copies a layer may have in all; those it has beyond that are dropped. least: copies that every expert has to have; they
+    count for no further ones, and who has fewer gets no more for that. speeds: of the nodes, for instance how many lanes
     they have (None: all alike). capacity: bytes of experts each node may hold (None, or a node left out: any). A change is planned if it
     saves min_gain of the experts' time and, within horizon_s, more time than moving takes at bytes_per_s, layer by layer as well. pause is
     called between layers.
 
     ValueError if the shapes do not fit together.
     """
+    if not 1 <= least <= max(1, len(nodes)):
+        raise ValueError(f"{least} copies of every expert can't be had on {len(nodes)} nodes")
     task = _Task.check(load, expert_bytes, nodes, current, speeds)
     if len(task.nodes) < 2:
         return task.nothing(ONE_NODE)
@@ -117,7 +121,7 @@ def plan_balance(
     copies, held_back, forced = list(task.current), 0.0, False
     for layer in order:
         pause()
-        trimmed = _trim(task.packing(layer, room, replicas))
+        trimmed = _trim(task.packing(layer, room, replicas, least))
         found = _best(trimmed, price)
         saved = (task.largest(layer, trimmed.copies) - task.largest(layer, found.copies)) / task.total(before)
         cost = bytes_to_move(task.sizes[layer], trimmed.copies, found.copies) / bytes_per_s
@@ -177,9 +181,11 @@ class _Task:
         """Whether its experts are whole."""
         return all(self.current[layer]) and sum(self.loads[layer]) > 0
 
-    def packing(self, layer: int, room: list[float], extra: int) -> Packing:
+    def packing(self, layer: int, room: list[float], replicas: int, least: int) -> Packing:
         """A layer as it is."""
-        return Packing(self.loads[layer], self.speeds, self.sizes[layer], list(room), list(self.current[layer]), extra)
+        loads = self.loads[layer]
+        extra = replicas + (least - 1) * len(loads)
+        return Packing(loads, self.speeds, self.sizes[layer], list(room), list(self.current[layer]), extra, least)
 
     def largest(self, layer: int, copies: Sequence[Copies]) -> float:
         """The level of the node that has most to do, with these copies."""
@@ -273,7 +279,7 @@ def _trim(packing: Packing) -> Packing:
             ((expert, tuple(at for at in packing.copies[expert] if at != node)),)
             for expert in packing.replicated
             for node in packing.copies[expert]
-            if node != packing.copies[expert][0]
+            if node != packing.copies[expert][0] and len(packing.copies[expert]) > packing.least
         ]
         packing.apply(min(choices, key=packing.score))
     return packing
@@ -287,12 +293,13 @@ def _best(start: Packing, price: float) -> Packing:
     if near.score()[0] <= floor(near) * EVEN:
         return near
     candidates = [near]
-    for begin in (pack, spread_heaviest) if start.extra else (pack,):
+    beginnings = (pack, spread_heaviest) if start.extra else (pack,)
+    for begin in beginnings if start.least == 1 else (spread_heaviest,):
         other = start.copy()
         begin(other)
         improve(other)
         candidates.append(other)
-    if len(start.loads) * len(start.speeds) <= SMALL:
+    if start.least == 1 and len(start.loads) * len(start.speeds) <= SMALL:
         candidates += [shaken for candidate in candidates if (shaken := shake(candidate)) is not candidate]
     for other in candidates[1:]:
         relabel(other, start.copies)

@@ -21,18 +21,22 @@ Score = tuple[float, float]
 
 SWEEPS = 20
 """Rounds of pouring; one is exact with one replicated expert, and the tests compare many with the exact figure."""
+FEW_SWEEPS = 4
+"""Rounds while searching among experts that all have copies."""
 DEPTH_FIRST_STEPS = 4000
 """Of the search from nothing, a layer: it is complete for small layers and stops at once when a large one is even."""
 EVEN = 1.002
 """A packing this near to what is possible at all is not searched on."""
 HEAVIEST = 4
 """So many of the fullest node's experts may take over another's copy: a copy is worth most to the heaviest."""
+WIDEST, EMPTIEST = 6, 3
+"""Where all experts have copies, so many of the fullest node's heaviest are tried on so many nodes: each try pours all of them anew."""
 KICKS = 12
 SMALL = 96
 """Experts times nodes up to which a packing is shaken KICKS times: larger ones have no bad local optima."""
 
 
-def pour(base: Sequence[float], shared: Sequence[tuple[float, Copies]], speeds: Sequence[float]) -> list[float]:
+def pour(base: Sequence[float], shared: Sequence[tuple[float, Copies]], speeds: Sequence[float], sweeps: int = SWEEPS) -> list[float]:
     """Levels of the nodes when every shared load has found its own; base: work that can't choose."""
     if not shared:
         return list(map(truediv, base, speeds))
@@ -42,7 +46,7 @@ def pour(base: Sequence[float], shared: Sequence[tuple[float, Copies]], speeds: 
         for node, part in flow.items():
             work[node] += part
     total = sum(work)
-    for _ in range(SWEEPS if len(flows) > 1 else len(flows)):
+    for _ in range(sweeps if len(flows) > 1 else len(flows)):
         moved = 0.0
         for (load, _), flow in zip(shared, flows, strict=True):
             moved += _settle(work, load, flow, speeds)
@@ -72,7 +76,8 @@ def _settle(work: list[float], load: float, flow: dict[int, float], speeds: Sequ
 
 @dataclass(slots=True)
 class Packing:
-    """One layer's copies, which change. sizes: bytes of each expert; room: bytes that each node may take on beyond what it holds."""
+    """One layer's copies, which change. sizes: bytes of each expert; room: bytes that each node may take on beyond what it holds. least:
+    copies that each expert keeps, if it has them."""
 
     loads: Sequence[float]
     speeds: Sequence[float]
@@ -80,6 +85,7 @@ class Packing:
     room: list[float]
     copies: list[Copies]
     extra: int  # copies beyond the first that there may be in all
+    least: int = 1
     replicated: dict[int, Copies] = field(default_factory=dict)  # experts with more than one copy
     _base: list[float] = field(default_factory=list)
 
@@ -104,7 +110,8 @@ class Packing:
             for at, sign in ((self.copies[expert], -1.0), (nodes, 1.0)):
                 if len(at) == 1:
                     base[at[0]] += sign * self.loads[expert]
-        return pour(base, [(self.loads[expert], shared[expert]) for expert in sorted(shared) if len(shared[expert]) > 1], self.speeds)
+        flowing = [(self.loads[expert], shared[expert]) for expert in sorted(shared) if len(shared[expert]) > 1]
+        return pour(base, flowing, self.speeds, SWEEPS if self.least == 1 else FEW_SWEEPS)
 
     def score(self, change: Change = ()) -> Score:
         """Of the packing after a change."""
@@ -137,7 +144,7 @@ class Packing:
 
     def copy(self) -> Packing:
         """Another that changes on its own."""
-        return Packing(self.loads, self.speeds, self.sizes, list(self.room), list(self.copies), self.extra)
+        return Packing(self.loads, self.speeds, self.sizes, list(self.room), list(self.copies), self.extra, self.least)
 
 
 def floor(packing: Packing) -> float:
@@ -177,9 +184,12 @@ def _changes(packing: Packing) -> Iterator[Change]:
     top = max(range(len(levels)), key=levels.__getitem__)
     singles = _singles(packing)
     here = sorted((expert for expert, at in enumerate(copies) if top in at and packing.loads[expert] > 0), key=lambda e: -packing.loads[e])
+    nodes: Sequence[int] = range(len(levels))
+    if packing.least > 1:
+        here, nodes = here[:WIDEST], sorted(nodes, key=levels.__getitem__)[:EMPTIEST]
     for rank, expert in enumerate(here):
         at = copies[expert]
-        for node in range(len(levels)):
+        for node in nodes:
             if node in at:
                 continue
             yield ((expert, tuple(node if old == top else old for old in at)),)
@@ -205,7 +215,7 @@ def _copying(packing: Packing, expert: int, node: int, spare: int) -> Iterator[C
         yield (wanted,)
         return
     for other, nodes in packing.replicated.items():
-        for old in nodes:
+        for old in nodes if len(nodes) > packing.least else ():
             if other != expert:
                 yield wanted, (other, tuple(at for at in nodes if at != old))
 
@@ -274,8 +284,8 @@ def _choices(work: Sequence[float], speeds: Sequence[float], load: float, below:
 
 def spread_heaviest(packing: Packing) -> None:
     """Replaces the copies: the heaviest get the copies there may be, then all are packed, heaviest share first."""
-    counts = [1] * len(packing.loads)
-    for _ in range(packing.extra):
+    counts = [packing.least] * len(packing.loads)
+    for _ in range(packing.extra - (packing.least - 1) * len(counts)):
         able = [expert for expert, count in enumerate(counts) if count < len(packing.speeds)]
         if able:
             counts[max(able, key=lambda expert: packing.loads[expert] / counts[expert])] += 1

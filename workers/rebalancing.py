@@ -102,6 +102,11 @@ class Rebalancer:
         everywhere = () if placed.placement == "rows" else nodes
         return ExpertPlaces(nodes, tuple(tuple(everywhere for _ in own) for own in layers), sizes, self._why_fixed())
 
+    @property
+    def fixed(self) -> str:
+        """Why nothing can be moved, as `places` says it."""
+        return self.places().fixed
+
     def _read_layout(self) -> Layout:
         if self._layout is None:
             self._layout = self._image.layout or read_layout(self._image.fds[0])
@@ -130,9 +135,11 @@ class Rebalancer:
 
     # ---------------------------------------------------------------- changes
 
-    def rebalance(self, load: Loads, *, dry_run: bool, replicas: int, min_gain: float = MIN_GAIN, timeout: float) -> BalanceReport:
-        """Plans and, unless it is a dry run, does it, in at most about timeout seconds. ValueError: the load does not fit the model."""
+    def rebalance(self, load: Loads, *, dry_run: bool, replicas: int | None, min_gain: float = MIN_GAIN, timeout: float) -> BalanceReport:
+        """Plans and, unless it is a dry run, does it, in at most about timeout seconds. replicas: None is 0. ValueError: the load does not
+        fit the model."""
         began = time.monotonic()
+        replicas = replicas or 0
         if replicas < 0:
             raise ValueError(f"{replicas} replicas make no sense: 0 or more")
         if not self._turn.acquire(timeout=timeout):

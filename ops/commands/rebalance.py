@@ -1,4 +1,4 @@
-"""`colibri rebalance`: experts to the NUMA nodes where they make the work even; or what that would bring, by a recording."""
+"""`colibri rebalance`: experts to the nodes where they make the work even; or what that would bring, by a recording."""
 
 from __future__ import annotations
 
@@ -24,10 +24,13 @@ _LISTED = 20  # moves; --json has them all
 def register(app: typer.Typer) -> None:
     """Adds the command."""
 
-    @app.command(help="Move experts between NUMA nodes so that each has as much to do. No answer changes by it, and none waits.")
+    @app.command(help="Move experts between nodes so that each has as much to do. No answer changes by it, and none waits.")
     def rebalance(
         dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")] = False,
-        replicas: Annotated[int, typer.Option(min=0, max=1024, help="Further copies of experts a layer may have.")] = 0,
+        replicas: Annotated[
+            int | None,
+            typer.Option(min=0, max=1024, help="Further copies of experts a layer may have (0; between processes: by nodes_slack)."),
+        ] = None,
         recording: Annotated[
             Path | None, typer.Option("--from", metavar="FILE", help="With --dry-run: plan from what `colibri record` wrote; no server.")
         ] = None,
@@ -49,11 +52,11 @@ def register(app: typer.Typer) -> None:
                 raise typer.BadParameter("--from plans without a server: give --dry-run too")
             if operator or model:
                 raise typer.BadParameter("--from plans without a server: --operator and --model mean nothing with it")
-            response = plan_recorded(recording, nodes=nodes, last=last, replicas=replicas)
+            response = plan_recorded(recording, nodes=nodes, last=last, replicas=replicas or 0)
         print_json(response) if as_json else show(response, dry_run=dry_run)
 
 
-def ask(where: OperatorTarget, *, model: str, dry_run: bool, replicas: int) -> pb.RebalanceResponse:
+def ask(where: OperatorTarget, *, model: str, dry_run: bool, replicas: int | None) -> pb.RebalanceResponse:
     """The server does it, or says what it would do."""
     from colibri.v1 import operator_pb2 as pb
     from ops.operators import operator_stub
@@ -96,9 +99,10 @@ def show(response: pb.RebalanceResponse, *, dry_run: bool) -> None:
     planned = bool(response.moves or response.copies or response.dropped)
     prefix = "would be done: " if dry_run and planned else ""
     out.print(f"{prefix}{response.reason}", markup=False)
-    lines = [f"layer {move.layer} expert {move.expert}: node {move.source} to {move.target}" for move in response.moves]
-    lines += [f"layer {copy.layer} expert {copy.expert}: a copy on node {copy.node}" for copy in response.copies]
-    lines += [f"layer {copy.layer} expert {copy.expert}: no copy on node {copy.node} any more" for copy in response.dropped]
+    names: Sequence[object] = response.nodes or range(1 << 32)
+    lines = [f"layer {move.layer} expert {move.expert}: node {names[move.source]} to {names[move.target]}" for move in response.moves]
+    lines += [f"layer {copy.layer} expert {copy.expert}: a copy on node {names[copy.node]}" for copy in response.copies]
+    lines += [f"layer {copy.layer} expert {copy.expert}: no copy on node {names[copy.node]} any more" for copy in response.dropped]
     for line in lines[:_LISTED]:
         out.print(f"  {line}", markup=False)
     if len(lines) > _LISTED:

@@ -115,7 +115,10 @@ def register(app: typer.Typer) -> None:
         nodes_replicas: Annotated[int | None, typer.Option(help="Nodes for every expert, if they take what is assigned (1).")] = None,
         nodes_redeal_s: Annotated[float | None, typer.Option(help="Seconds a vanished node may take to come back (10).")] = None,
         nodes_balance: Annotated[Rebalance | None, typer.Option(help="Let experts move between nodes as the load asks for (off).")] = None,
-        experts_api: Annotated[bool | None, typer.Option("--experts-api/--no-experts-api", help="Answer Experts.Forward (no).")] = None,
+        nodes_slack: Annotated[
+            float | None, typer.Option(help="Of an even share, what a node may hold beyond it when experts move or get copies (0.25).")
+        ] = None,
+        experts_api: Annotated[bool | None, typer.Option("--experts-api/--no-experts-api", help="Answer all of Experts (no).")] = None,
         smt: Annotated[bool | None, typer.Option("--smt/--no-smt", help="Lanes for SMT siblings too; seldom faster (no).")] = None,
         max_seqs: Annotated[int | None, typer.Option(help="Sequences of a step (64).")] = None,
         max_rows: Annotated[int | None, typer.Option(help="Tokens of a step (512).")] = None,
@@ -169,6 +172,7 @@ def register(app: typer.Typer) -> None:
             nodes_replicas=nodes_replicas,
             nodes_redeal_s=nodes_redeal_s,
             nodes_balance=nodes_balance and nodes_balance.value,
+            nodes_slack=nodes_slack,
             experts_api=experts_api,
             smt=smt,
             max_seqs=max_seqs,

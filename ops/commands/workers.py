@@ -142,7 +142,8 @@ def remote_line(node: pb.RemoteNode) -> str:
     experts = sum(len(share.experts) for share in node.shares)
     mean = f", {node.round_trip_ms / node.batches:.2f} ms a batch" if node.batches else ""
     held = f"{experts} experts, {human_bytes(node.share_bytes)}"
-    return f"{head}; {held}; {node.lanes} lanes ({node.isa}); {node.batches} batches, {node.rows} rows{mean}; lost {node.losses} times"
+    done = f"{node.batches} batches, {node.rows} rows, {node.rows_per_second:.0f} a second of late{mean}"
+    return f"{head}; {held}; {node.lanes} lanes ({node.isa}); {done}; lost {node.losses} times"
 
 
 def node_state(state: int) -> str:

@@ -21,8 +21,9 @@ from google.rpc.error_details_pb2 import ErrorInfo
 from colibri.v1 import experts_pb2 as pb, node_pb2
 from engine_c import EngineError
 from service.errors import DOMAIN, Refusal
-from service.node.agent import PROTOCOL, Agent, AssignError
+from service.node.agent import Agent, AssignError
 from service.node.batches import BatchError, check
+from service.node.hello import StreamRefused, batch_of, check_opening, failure_code
 from service.node.metrics import NodeMetrics
 from service.wire import enclose
 
@@ -32,7 +33,6 @@ _SERVICE = pb.DESCRIPTOR.services_by_name["Experts"].full_name
 _RESULT = pb.ExecuteResponse.DESCRIPTOR.fields_by_name["result"].number
 _DATA = pb.ExpertResult.DESCRIPTOR.fields_by_name["data"].number
 _SAY_AGAIN = 60.0  # seconds
-_CODES = {"EINVAL": Code.INVALID_ARGUMENT, "ENOLANES": Code.UNAVAILABLE, "ENOMEM": Code.RESOURCE_EXHAUSTED}
 
 
 def refuse(context: grpc.ServicerContext, code: str, reason: str, sentence: str) -> NoReturn:
@@ -118,35 +118,27 @@ class ExpertCalls:
                 if told != self._agent.revision:
                     told = self._agent.revision
                     yield pb.ExecuteResponse(opened=self._agent.describe()).SerializeToString()
-                if request is None:
-                    continue
-                if request.WhichOneof("kind") != "batch":
-                    refuse(context, "INVALID_ARGUMENT", "BAD_STREAM", "only batches may follow the message that opens the stream")
-                yield self._answer(request.batch, stream)
+                if request is not None:
+                    yield self._answer(batch_of(request), stream)
+        except StreamRefused as refused:
+            refuse(context, refused.code, refused.reason, str(refused))
         finally:
             with self._lock:
                 self.streams -= 1
 
     def _open(self, request: pb.ExecuteRequest, context: grpc.ServicerContext) -> Stream:
-        if request.WhichOneof("kind") != "open":
-            refuse(context, "INVALID_ARGUMENT", "BAD_STREAM", "the first message must open the stream")
         opening, agent = request.open, self._agent
         peer = unquote(context.peer()).partition(":")[2]  # without the kind of address
         caller = f"{opening.front_end or 'a caller'} ({opening.version or 'no version'}) at {peer}"
         if agent.draining:
             refuse(context, "UNAVAILABLE", "DRAINING", "this node is draining: it takes no more streams")
-        if opening.protocol not in (0, PROTOCOL):
-            sentence = f"the caller speaks protocol {opening.protocol}, this node {PROTOCOL}: run the same version on both"
-            self._say_refused(opening, peer, sentence)
-            refuse(context, "FAILED_PRECONDITION", "VERSION_DIFFERS", sentence)
-        if opening.model_digest not in ("", agent.digest):
-            sentence = f"the caller's model has digest {opening.model_digest[:64]}, this node's {agent.digest}: give both the same file"
-            self._say_refused(opening, peer, sentence)
-            refuse(context, "FAILED_PRECONDITION", "MODEL_DIFFERS", sentence)
-        if opening.model not in ("", agent.model_name):
-            refuse(context, "NOT_FOUND", "NO_SUCH_MODEL", f"there is no model {opening.model[:64]!r} here, only {agent.model_name}")
+        try:
+            prepared = check_opening(request, model=agent.model_name, digest=agent.digest, here="this node")
+        except StreamRefused as refused:
+            self._say_refused(opening, peer, str(refused))
+            refuse(context, refused.code, refused.reason, str(refused))
         log.info("%s has opened a stream", caller)
-        return Stream(caller, bool(opening.protocol and opening.model_digest))
+        return Stream(caller, prepared)
 
     def _say_refused(self, opening: pb.OpenStream, peer: str, sentence: str) -> None:
         """Once a minute for each reason: front ends look again every second."""
@@ -167,7 +159,7 @@ class ExpertCalls:
         except BatchError as error:
             return self._failed(stream, message.id, Code.INVALID_ARGUMENT, str(error))
         except EngineError as error:
-            return self._failed(stream, message.id, _CODES.get(error.name, Code.INTERNAL), str(error))
+            return self._failed(stream, message.id, failure_code(error), str(error))
         finally:
             self._last = time.monotonic()
         self._metrics.computed(pairs=sum(message.counts), seconds=compute_ns / 1e9, waited=queue_ns / 1e9)

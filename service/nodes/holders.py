@@ -17,11 +17,13 @@ class Holder:
     name: str
     held: frozenset[tuple[int, int]]
     ranges: tuple[tuple[int, int], ...] = ()  # of layers it runs whole: first, end
+    leaving: bool = False  # asked only for what no other holds
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The nodes there are at one moment, by name. rows [layers][experts]: keys of those that hold the expert, in the order of names."""
+    """The nodes there are at one moment, by name. rows [layers][experts]: keys of those that hold the expert, in the order of names; one
+    that is leaving only if no other does."""
 
     layers: int
     experts: int
@@ -33,9 +35,9 @@ class Table:
         """What is held of layers or experts that the model does not have counts for nothing."""
         ordered = tuple(sorted(holders, key=lambda holder: (holder.name, holder.key)))
         cells: list[list[list[int]]] = [[[] for _ in range(experts)] for _ in range(layers)]
-        for holder in ordered:
+        for holder in sorted(ordered, key=lambda holder: holder.leaving):
             for layer, expert in holder.held:
-                if 0 <= layer < layers and 0 <= expert < experts:
+                if 0 <= layer < layers and 0 <= expert < experts and not (holder.leaving and cells[layer][expert]):
                     cells[layer][expert].append(holder.key)
         return cls(layers, experts, ordered, tuple(tuple(map(tuple, row)) for row in cells))
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from colibri.v1 import experts_pb2 as pb, node_pb2
@@ -17,6 +19,7 @@ from service.nodes.link import HELLO_S, Identity, Link, Refused, Unreachable
 
 log = logging.getLogger("colibri.nodes")
 _GRIEVANCE_S = 1.0  # seconds for a node to hear, and to log, why it is refused
+_RECENT_S = 60.0  # that a rate is of
 
 
 @dataclass(slots=True)
@@ -31,6 +34,20 @@ class Record:
     compute_s: float = 0.0
     hedges: int = 0  # batches asked of another too, for it was slow
     failures: int = 0  # batches it did not answer rightly
+    looks: deque[tuple[float, int]] = field(default_factory=deque)  # at the pairs, of the last minute; only the pool's thread adds any
+
+    def look(self, now: float) -> None:
+        """For the rate, about once a second."""
+        self.looks.append((now, self.pairs))
+        while self.looks[0][0] < now - _RECENT_S:
+            self.looks.popleft()
+
+    @property
+    def rate(self) -> float:
+        """Pairs a second in the last minute, or since it is known if that is less."""
+        looks = tuple(self.looks)
+        seconds = looks[-1][0] - looks[0][0] if looks else 0.0
+        return (looks[-1][1] - looks[0][1]) / seconds if seconds > 0 else 0.0
 
     @property
     def pair_s(self) -> float:
@@ -72,6 +89,7 @@ class Member:
     description: node_pb2.NodeDescription = field(default_factory=node_pb2.NodeDescription)
     record: Record = field(default_factory=Record)
     held: frozenset[tuple[int, int]] = frozenset()
+    _told: int = 0  # times it was told what to hold, or said so
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _stopping: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
@@ -83,9 +101,12 @@ class Member:
 
     @property
     def holder(self) -> Holder | None:
-        """As the table has it; None if it is not to be asked."""
-        link = self.link
-        return Holder(link.key, self.name, self.held) if link is not None and self.life.state is State.READY else None
+        """As the table has it; None if it is not to be asked. One that is draining does what it alone holds until others have it."""
+        link, state = self.link, self.life.state
+        leaving = state is State.DRAINING and self.description.assignable
+        if link is None or not (leaving or state is State.READY):
+            return None
+        return Holder(link.key, self.name, self.held, leaving=leaving)
 
     def start(self) -> None:
         """Begins to reach it."""
@@ -104,13 +125,34 @@ class Member:
         if self._thread is not None:
             self._thread.join(timeout)
 
+    def narrow(self, pairs: frozenset[tuple[int, int]]) -> None:
+        """It is about to be told to hold no more than these: nothing else is asked of it from now on, until it says what it holds."""
+        with self._lock:
+            self._told += 1
+            narrower = not self.held <= pairs
+            self.held &= pairs
+        if narrower:
+            self.pool.changed()
+
+    def hear(self, told: int, description: node_pb2.NodeDescription) -> None:
+        """`describe`, if it was not told to hold something else since it was asked."""
+        if told == self._told:
+            self.describe(description)
+
+    def ask(self, timeout: float) -> None:
+        """Asks what it is now; returns at once."""
+        self.record.look(time.monotonic())
+        link = self.link
+        if link is not None and self.life.state in (State.READY, State.DRAINING):
+            link.ask(partial(self.hear, self._told), timeout=timeout)
+
     def describe(self, description: node_pb2.NodeDescription) -> None:
         """Takes in what it says of itself now. Any thread."""
         with self._lock:
-            before, self.description = self.description, description
-            same = before.shares == description.shares
-            if not same:
-                self.held = frozenset((share.layer, expert) for share in description.shares for expert in share.experts)
+            self._told += 1
+            self.description = description
+            held = frozenset((share.layer, expert) for share in description.shares for expert in share.experts)
+            same, self.held = held == self.held, held
             draining = description.state == node_pb2.NODE_STATE_DRAINING
             if self.life.state is State.READY and draining:
                 self._say(State.DRAINING, "it is shutting down")

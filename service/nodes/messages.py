@@ -41,6 +41,7 @@ def _message(model: str, member: Member) -> pb.RemoteNode:
         compute_ms=1e3 * record.compute_s,
         round_trip_ms=1e3 * record.round_trip_s,
         losses=life.losses,
+        rows_per_second=record.rate,
     )
     for share in description.shares:
         message.shares.add(layer=share.layer, experts=share.experts)

@@ -19,16 +19,20 @@ def node_families(nodes: Mapping[str, Nodes]) -> Iterator[Metric]:
         return
     ready = GaugeMetricFamily("colibri_node_ready", "Whether a node computes for us, 1 or 0.", labels=_LABELS)
     held = GaugeMetricFamily("colibri_node_experts", "Experts a node holds, over all layers.", labels=_LABELS)
+    held_bytes = GaugeMetricFamily("colibri_node_held_bytes", "Bytes of the experts a node holds.", labels=_LABELS)
+    rate = GaugeMetricFamily("colibri_node_pairs_per_second", "Pairs a node computed a second, in the last minute.", labels=_LABELS)
     counters = {name: CounterMetricFamily(f"colibri_node_{name}", text, labels=_LABELS) for name, text in _COUNTERS.items()}
     for model, theirs in nodes.items():
         for member in theirs.members:
             labels = [model, member.name]
             ready.add_metric(labels, member.life.state is State.READY)
             held.add_metric(labels, len(member.held))
+            held_bytes.add_metric(labels, member.description.share_bytes)
+            rate.add_metric(labels, member.record.rate)
             for name, value in _values(member).items():
                 counters[name].add_metric(labels, value)
     yield ready
-    yield held
+    yield from (held, held_bytes, rate)
     yield from counters.values()
     yield from _totals(nodes)
 
@@ -70,4 +74,15 @@ def _totals(nodes: Mapping[str, Nodes]) -> Iterator[Metric]:
         fallback.add_metric([model], totals.fallback_pairs)
         wait.add_metric([model], totals.wait_s)
         dropped.add_metric([model], totals.dropped)
-    yield from (fallback, wait, dropped)
+    moves = CounterMetricFamily(
+        "colibri_node_moves", "Experts moved, copied, or given up as copies, to even loads out.", labels=["model_name"]
+    )
+    ratio = GaugeMetricFamily(
+        "colibri_nodes_max_over_mean",
+        "Load of the node with most over the mean, by shares and loads when last looked at.",
+        labels=["model_name"],
+    )
+    for model, theirs in nodes.items():
+        moves.add_metric([model], theirs.balancer.moved)
+        ratio.add_metric([model], theirs.balancer.ratio)
+    yield from (fallback, wait, dropped, moves, ratio)

@@ -8,34 +8,52 @@ from collections.abc import Callable
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from engine_c import ModelInfo, isa_name
 from service.artifact import Artifact
 from service.config import ConfigError, ServeConfig
 from service.nodes.addresses import parse_places
+from service.nodes.balancing import NodeBalancer
 from service.nodes.link import Identity, Link, Secrets
 from service.nodes.member import Member
 from service.nodes.pool import NodePool, PoolConfig
 from service.nodes.remote import NodeRemote
 from service.tls import TlsFiles, speaks_tls, why_refused
+from workers.automatic import Automatic, Keeper
 from workers.layout import LayoutError, read_digest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from workers.rebalancing import Loads
 
 
 class Nodes:
     """`remote` is the engine's thread's."""
 
-    def __init__(self, pool: NodePool, remote: NodeRemote) -> None:
+    def __init__(self, pool: NodePool, remote: NodeRemote, balancer: NodeBalancer) -> None:
         self.pool = pool
         self.remote = remote
+        self.balancer = balancer
+        self._keeper: Keeper | None = None
 
     @property
     def members(self) -> list[Member]:
         """By name."""
         return sorted(self.pool.members.values(), key=lambda member: member.name)
 
+    def keep_balanced(self, config: ServeConfig, counts: Callable[[], Loads]) -> None:
+        """Lets experts move by themselves, if the settings want it. counts: the tokens each expert has had so far [layers][experts]."""
+        if config.nodes_balance == "auto":
+            self._keeper = Keeper(self.balancer, counts, Automatic(interval_s=config.rebalance_interval, replicas=None))
+
     def close(self) -> None:
         """Ends all streams and threads, once no step runs any more."""
+        self.balancer.close()
         self.pool.close()
+        if self._keeper is not None:
+            self._keeper.close()
 
 
 def open_nodes(config: ServeConfig, artifact: Artifact, info: ModelInfo) -> Nodes:
@@ -59,6 +77,7 @@ def open_nodes(config: ServeConfig, artifact: Artifact, info: ModelInfo) -> Node
             resolve_s=config.nodes_resolve_s,
             replicas=config.nodes_replicas,
             redeal_s=config.nodes_redeal_s,
+            slack=config.nodes_slack,
         )
     )
     remote = NodeRemote(
@@ -69,8 +88,11 @@ def open_nodes(config: ServeConfig, artifact: Artifact, info: ModelInfo) -> Node
         timeout_s=config.nodes_timeout_ms / 1e3,
         hedge_s=config.nodes_hedge_ms / 1e3,
     )
+    here = config.nodes_local_experts == "all"
+    expert_bytes = info.expert_bytes // max(1, sum(experts_of))
+    balancer = NodeBalancer(pool.dealing, lambda: list(pool.members.values()), expert_bytes=expert_bytes, here=here)
     pool.start()
-    return Nodes(pool, remote)
+    return Nodes(pool, remote, balancer)
 
 
 def _tls(config: ServeConfig, name: str) -> tuple[Secrets | None, Callable[[str], str]]:

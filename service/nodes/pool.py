@@ -14,7 +14,6 @@ from colibri.v1 import experts_pb2 as pb
 from service.nodes.addresses import Place, resolve
 from service.nodes.dealing import Dealing
 from service.nodes.holders import Table
-from service.nodes.lifecycle import State
 from service.nodes.link import Identity, Link, Refused
 from service.nodes.member import Member
 
@@ -42,6 +41,7 @@ class PoolConfig:
     resolve_s: float
     replicas: int
     redeal_s: float
+    slack: float
 
 
 class NodePool:
@@ -51,7 +51,7 @@ class NodePool:
         self.config = config
         self.inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.members: dict[Place, Member] = {}  # replaced, never changed
-        self.dealing = Dealing(config.experts_of, replicas=config.replicas, redeal_s=config.redeal_s)
+        self.dealing = Dealing(config.experts_of, replicas=config.replicas, redeal_s=config.redeal_s, slack=config.slack)
         self._links: dict[int, tuple[Member, Link]] = {}
         self._keys = itertools.count(1)
         self._lock = threading.RLock()
@@ -170,6 +170,4 @@ class NodePool:
 
     def _ask_all(self) -> None:
         for member in self.members.values():
-            link = member.link
-            if link is not None and member.life.state in (State.READY, State.DRAINING):
-                link.ask(member.describe, timeout=max(1.0, self.config.timeout_s))
+            member.ask(max(1.0, self.config.timeout_s))

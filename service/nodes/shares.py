@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+Pairs = frozenset[tuple[int, int]]
+"""(layer, expert)."""
 
-def deal(names: Collection[str], experts_of: Sequence[int], *, replicas: int = 1) -> dict[str, frozenset[tuple[int, int]]]:
+
+def deal(names: Collection[str], experts_of: Sequence[int], *, replicas: int = 1) -> dict[str, Pairs]:
     """(layer, expert) pairs by node: expert e of E goes to node e * n // E of the sorted names, and to the replicas - 1 that follow it.
 
     experts_of: how many experts each layer has.
@@ -20,6 +23,34 @@ def deal(names: Collection[str], experts_of: Sequence[int], *, replicas: int = 1
             for step in range(min(replicas, count)):
                 held[ordered[(first + step) % count]].add((layer, expert))
     return {name: frozenset(pairs) for name, pairs in held.items()}
+
+
+def most_held(count: int, experts_of: Sequence[int], *, replicas: int = 1, slack: float = 0.0) -> int:
+    """How many experts one of `count` nodes may hold, over all layers: an even part and `slack` of one more, or what dealing gives it."""
+    if not count:
+        return 0
+    even = sum(experts_of) * min(replicas, count) / count
+    dealt = max(map(len, deal([str(number) for number in range(count)], experts_of, replicas=replicas).values()))
+    return max(dealt, int(even * (1 + slack)))
+
+
+def lacking(held: Mapping[str, Pairs], experts_of: Sequence[int]) -> Pairs:
+    """What nobody holds."""
+    everything = frozenset((layer, expert) for layer, experts in enumerate(experts_of) for expert in range(experts))
+    return everything.difference(*held.values())
+
+
+def suits(held: Mapping[str, Pairs], experts_of: Sequence[int], *, replicas: int, slack: float) -> bool:
+    """Whether what nodes hold may stay as it is: every expert has its copies, every node has some, and none has more than most_held."""
+    total, copies = sum(experts_of), min(replicas, len(held))
+    counts: dict[tuple[int, int], int] = {}
+    for pair in (pair for pairs in held.values() for pair in pairs):
+        counts[pair] = counts.get(pair, 0) + 1
+    known = {(layer, expert) for layer, expert in counts if layer < len(experts_of) and expert < experts_of[layer]}
+    most = most_held(len(held), experts_of, replicas=replicas, slack=slack)
+    even = total * copies >= len(held)  # there is something for each
+    each = all(0 < len(pairs) <= most if even else len(pairs) <= most for pairs in held.values())
+    return each and len(known) == total and all(counts[pair] >= copies for pair in known)
 
 
 @dataclass(slots=True)

@@ -104,6 +104,20 @@ def forward(model: Model, tokens: Sequence[int] | NDArray[np.int32], *, routes: 
     return Forward(logits, np.asarray(experts, np.int32).reshape(shape), np.asarray(weights, np.float64).reshape(shape), gap, regret)
 
 
+def block(model: Model, number: int, y: Array) -> tuple[Array, NDArray[np.int32], Array, float]:
+    """One layer's block of experts on normed rows [T, hidden]: out, experts, weights, and the gap as Forward has it."""
+    layer = model.layers[number]
+    assert layer.router is not None
+    assert layer.input_scale is None
+    z = y @ layer.router.T + (0 if layer.router_bias is None else layer.router_bias)
+    compared, _ = _compared(model, layer, z)
+    ids = router_reference.order(compared)[:, : model.top_k]
+    weights = router_reference.weights(model.router, z, ids, layer.expert_scale)
+    ordered = -np.sort(-compared, axis=-1)
+    gap = float((ordered[:, : model.top_k] - ordered[:, 1 : model.top_k + 1]).min()) if model.top_k < ordered.shape[1] else np.inf
+    return _ffn(model, layer, y, ids, weights), ids.astype(np.int32), weights, gap
+
+
 def _compared(model: Model, layer: Layer, z: Array) -> tuple[Array, Array]:
     """What selection compares, and the gap between groups. The logits themselves where that is the same: gaps are then in their units."""
     if layer.select_bias is None and not router_reference.has_groups(model.router):

@@ -53,5 +53,5 @@ def test_every_field_and_method_can_be_described(server: Serving) -> None:
         service = pool.FindServiceByName("colibri.v1.Inference")
         assert [method.name for method in service.methods] == ["Generate", "Score", "Tokenize", "Detokenize", "GetModel", "ListModels"]
         experts = pool.FindServiceByName("colibri.v1.Experts")
-        assert [method.name for method in experts.methods] == ["Route"]
+        assert [method.name for method in experts.methods] == ["Route", "Forward", "Execute"]
         assert experts.methods[0].input_type.fields_by_name["routing"].message_type.full_name == "colibri.v1.RoutingPolicy"

@@ -60,7 +60,7 @@ class Thirds:
 @pytest.fixture(scope="module")
 def thirds(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Thirds]:
     folder = tmp_path_factory.mktemp("nodes")
-    ports = _free_ports(3)
+    ports = free_ports(3)
     made = Thirds(tiny_model, ",".join(f"127.0.0.1:{port}" for port in ports))
     for index, port in enumerate(ports, 1):
         name = f"n{index}"
@@ -74,7 +74,7 @@ def thirds(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
             node.kill()
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     held = [socket.socket() for _ in range(count)]
     for each in held:
         each.bind(("127.0.0.1", 0))
