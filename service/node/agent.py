@@ -42,7 +42,6 @@ class Agent:
         self.experts_of = tuple(len(layer) for layer in self.layout.layers)
         self.instance = secrets.token_hex(8)
         self.draining = False
-        self.revision = 0  # another one with each change of what describe() says
         self.not_held = 0  # pairs computed of experts that are not held
         layers = enumerate(self.layout.layers)
         self._held = {number: config.held(len(layer)) for number, layer in layers if len(layer) > 1} if not config.assignable else {}
@@ -75,12 +74,6 @@ class Agent:
             self._populate(left_out(after, before))
             self._held = wanted
             self.team.give_up(left_out(before, after))
-            self.revision += 1
-
-    def drain(self) -> None:
-        """Takes no new streams; those there are are told."""
-        self.draining = True
-        self.revision += 1
 
     def _ranges(self, held: Mapping[int, tuple[int, ...]]) -> tuple[Range, ...]:
         experts = frozenset((layer, expert) for layer, own in held.items() for expert in own)

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any, NoReturn
 from urllib.parse import unquote
 
@@ -113,13 +113,9 @@ class ExpertCalls:
             refuse(context, "RESOURCE_EXHAUSTED", "TOO_MANY_STREAMS", f"{self._agent.config.max_streams} streams are open already")
         try:
             stream = self._open(next(requests, pb.ExecuteRequest()), context)
-            told = -1
-            for request in chain((None,), requests):
-                if told != self._agent.revision:
-                    told = self._agent.revision
-                    yield pb.ExecuteResponse(opened=self._agent.describe()).SerializeToString()
-                if request is not None:
-                    yield self._answer(batch_of(request), stream)
+            yield pb.ExecuteResponse(opened=self._agent.describe()).SerializeToString()
+            for request in requests:
+                yield self._answer(batch_of(request), stream)
         except StreamRefused as refused:
             refuse(context, refused.code, refused.reason, str(refused))
         finally:

@@ -77,7 +77,7 @@ class NodeServer:
                 statuses.set(service, health_pb2.HealthCheckResponse.SERVING)
             log.info("node %s serves %s on %s:%d", self.config.own_name, agent.model_name, self.config.host, self.port)
             self._stop.wait()
-            agent.drain()
+            agent.draining = True
             statuses.set(EXPERTS, health_pb2.HealthCheckResponse.NOT_SERVING)
             self._drain(calls)
 

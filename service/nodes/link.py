@@ -188,4 +188,6 @@ def _words(error: grpc.RpcError) -> str:
     code, details = error.code(), error.details()
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return "it did not answer in time"
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in (details or ""):
+        return f"a batch is too long for it: {details}; start it with a larger max_message_bytes"
     return f"{code.name}: {details}" if details else str(code.name)

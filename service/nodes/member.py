@@ -200,11 +200,8 @@ class Member:
         def told(response: pb.ExecuteResponse) -> None:
             if response.WhichOneof("kind") != "opened":
                 self.pool.told(link, response)
-            elif watch.finished.is_set():  # something of it has changed
-                if reason := self.identity.why_not(response.opened):
-                    link.end(reason)
-                else:
-                    self.describe(response.opened)
+            elif watch.finished.is_set():
+                link.end("it opened the stream twice")
             else:
                 watch.cancel()
                 self._open(link, response.opened)

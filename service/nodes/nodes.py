@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path

@@ -11,19 +11,21 @@ import numpy as np
 import pytest
 
 from colibri.v1 import experts_pb2 as pb, experts_pb2_grpc
+from service.client import Client, generate_request
 from tests.fault.harness import limit
 from tests.multinode.net import Network
 from tests.multinode.nodes import Node, nodes_of
 
 pytestmark = pytest.mark.multinode
 HIDDEN = 128
+LONGEST = 1_000_000
 EXECUTE = "/colibri.v1.Experts/Execute"
 
 
 @pytest.fixture(scope="module")
 def node(network: Network, small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     with nodes_of(network, tmp_path_factory.mktemp("execute")) as made:
-        yield made.node("n1", "--share", "1/1", model=small_model)
+        yield made.node("n1", "--share", "1/1", model=small_model, MAX_MESSAGE_BYTES=str(LONGEST))
 
 
 def batch(**changes: object) -> pb.ExecuteRequest:
@@ -82,3 +84,22 @@ def test_hundreds_of_streams_that_say_nothing(node: Node) -> None:
         for call in calls:
             call.cancel()
     assert len(execute(node, batch())) == 2
+
+
+def test_message_beyond_the_limit_ends_the_stream_and_says_both_sizes(node: Node) -> None:
+    with pytest.raises(grpc.RpcError) as ended:
+        execute(node, batch(data=bytes(2 * LONGEST)))
+    assert ended.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert f"vs. {LONGEST}" in str(ended.value.details())
+    assert len(execute(node, batch())) == 2
+
+
+def test_front_end_names_the_setting_that_a_batch_is_too_long_for(network: Network, small_model: Path, tmp_path: Path) -> None:
+    """It computes such a batch by itself, if it may."""
+    with nodes_of(network, tmp_path) as made:
+        node = made.node("narrow", "--share", "1/1", model=small_model, wait=False, MAX_MESSAGE_BYTES="5000")
+        front = made.front([node.place], model=small_model)
+        front.wait_nodes("narrow")
+        with Client(front.target, timeout=limit(20)) as client:
+            client.complete(generate_request(tokens=list(range(3, 203)), max_tokens=1))
+        front.wait_says("a batch is too long for it", "5000", "max_message_bytes", seconds=5)

@@ -115,7 +115,7 @@ def test_fault_of_a_node_with_replicas_costs_nothing(replicas: Setting, expected
 
 
 def test_node_that_leaves_says_so_and_costs_nothing(replicas: Setting, expected: list[Answer]) -> None:
-    """SIGTERM under load: the front end hears of it over the stream, before the node answers once more."""
+    """SIGTERM under load: the front end hears of it at once."""
     node, front = replicas.nodes["n2"], replicas.strict
     with load(front.target, expected) as streams:
         node.signal(signal.SIGTERM)

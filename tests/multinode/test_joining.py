@@ -1,4 +1,4 @@
-"""Nodes come by name: one that the name comes to mean is found and used; ranges of layers; and what a share takes of memory."""
+"""Nodes come by name: one that the name comes to mean is found and used; and what a share takes of memory."""
 
 from __future__ import annotations
 
@@ -35,21 +35,6 @@ def test_new_node_is_found_by_its_name(cluster: Nodes, network: Network, small_m
         flows(streams)
         network.names({"nodes": [second.place]})
         front.wait_nodes("n2")
-        flows(streams)
-    undisturbed(streams)
-
-
-def test_layers_on_two_nodes_answer_the_same(cluster: Nodes, small_model: Path, expected: list[Answer]) -> None:
-    nodes = [cluster.node(f"n{i}", "--layers", layers, model=small_model, wait=False) for i, layers in enumerate(("0-1", "2-3"), 1)]
-    for node in nodes:
-        node.wait_ready()
-    front = cluster.front([node.place for node in nodes], model=small_model, NODES_TIMEOUT_MS="500")
-    front.wait_nodes("n1", "n2")
-    with load(front.target, expected) as streams:
-        flows(streams)
-        nodes[1].kill()
-        nodes[1].start()
-        front.wait_nodes("n1", "n2")
         flows(streams)
     undisturbed(streams)
 

@@ -21,8 +21,8 @@ from tests.multinode.watching import flows, load, undisturbed
 pytestmark = pytest.mark.multinode
 OTHER_PROTOCOL = """
 import sys
-import service.node.hello as hello
-hello.PROTOCOL += 1
+import service.node.agent as agent
+agent.PROTOCOL += 1  # before others have read it
 from ops.cli import main
 sys.argv[0] = "colibri"
 main()
