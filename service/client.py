@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -13,6 +14,27 @@ from colibri.v1 import experts_pb2, experts_pb2_grpc, inference_pb2 as pb, infer
 
 Message = tuple[str, str] | Mapping[str, str]
 _OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1), ("grpc.keepalive_time_ms", 30_000)]
+PATIENCE = json.dumps(
+    {
+        "loadBalancingConfig": [{"round_robin": {}}],
+        "healthCheckConfig": {"serviceName": "colibri.v1.Inference"},
+        "methodConfig": [
+            {
+                "name": [{}],
+                "waitForReady": True,
+                "retryPolicy": {
+                    "maxAttempts": 5,
+                    "initialBackoff": "0.2s",
+                    "maxBackoff": "2s",
+                    "backoffMultiplier": 2,
+                    "retryableStatusCodes": ["UNAVAILABLE"],
+                },
+            }
+        ],
+    }
+)
+"""What any gRPC client may be given as its service config so that restarts of front ends cost no call: calls go round the front ends that
+say they are ready, wait while none is, and are asked anew after UNAVAILABLE, which says that nothing of them ran. Give calls a deadline."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +113,12 @@ def route_request(
 class Client:
     """Talks to one server. Failures are grpc.RpcError, its code() and details() for people. For any number of threads."""
 
-    def __init__(self, target: str = "localhost:50051", *, timeout: float | None = None) -> None:
-        """`timeout`: seconds a call may take, None for no limit."""
+    def __init__(self, target: str = "localhost:50051", *, timeout: float | None = None, patient: bool = False) -> None:
+        """`timeout`: seconds a call may take, None for no limit. `patient`: see PATIENCE; for several front ends the target is a name
+        that means all of them, dns:///NAME:PORT, or ipv4:ADDRESS:PORT,ADDRESS:PORT."""
         self.timeout = timeout
-        self.channel = grpc.insecure_channel(target, options=_OPTIONS)
+        options: list[tuple[str, str | int]] = [("grpc.service_config", PATIENCE)] if patient else []
+        self.channel = grpc.insecure_channel(target, options=[*_OPTIONS, *options])
         self.stub = inference_pb2_grpc.InferenceStub(self.channel)
         self.experts = experts_pb2_grpc.ExpertsStub(self.channel)
 

@@ -37,6 +37,7 @@ from service.models import ModelHost
 from service.opening import SWITCH, begin_opening
 from service.operator_server import OperatorServer
 from service.reading import ReadingInterceptor
+from workers.confine import FrontThreads
 from workers.team import Team
 
 log = logging.getLogger("colibri.service")
@@ -86,6 +87,7 @@ class Server:
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
         self._watches: list[asyncio.Task[None]] = []
+        self._threads: FrontThreads | None = None
         self._undo = contextlib.AsyncExitStack()
 
     @property
@@ -94,8 +96,12 @@ class Server:
         return self.host.default
 
     def run(self) -> None:
-        """Serves until SIGTERM or SIGINT and drains. Raises ConfigError, or what the engine and workers raise, if it cannot start."""
+        """Serves until SIGTERM or SIGINT and drains. Raises ConfigError, or what the engine and workers raise, if it cannot start.
+
+        The process is the server's own: all its threads are kept where they belong.
+        """
         sys.setswitchinterval(SWITCH)
+        self._threads = FrontThreads()
         with asyncio.Runner(loop_factory=ServerLoop) as runner:
             runner.run(self._run())
 
@@ -247,6 +253,15 @@ class Server:
                     self.health.set(service, serving=serving)
         self.health.set(LIVENESS, serving=default.engine.progress.alive)
         self.health.keep(services)
+        self._keep_threads()
+
+    def _keep_threads(self) -> None:
+        """Puts this process's threads where the workers of all models leave room."""
+        if self._threads is None:
+            return
+        teams = [(hosted.team.plan, hosted.engine.thread_id) for hosted in self.host.models if not hosted.closing]
+        if refused := self._threads.keep(teams):
+            log.warning("threads of the front end may hold up lanes: %s", refused)
 
     def _snapshots(self) -> dict[str, Snapshot]:
         return {hosted.name: hosted.snapshot() for hosted in self.host.models}

@@ -13,6 +13,7 @@ from engine_c import Model, Part, Session, SessionOptions, session_bytes
 from workers import numa
 from workers.automatic import Automatic, Keeper
 from workers.balance import MIN_GAIN
+from workers.confine import stepping_cpus
 from workers.keeping import Keep
 from workers.kv_memory import KvMemory
 from workers.placement import Placement, PlacementPlan
@@ -155,11 +156,15 @@ class Team:
         return team
 
     def settle(self) -> None:
-        """Keeps the calling thread, which is to step the session, on the front end's node; where there are no others, nothing is done."""
+        """Keeps the calling thread, which is to step the session, on the front end's CPU, or where that is nobody's in particular on its
+        node, with memory of that node."""
+        refused = []
+        if cpus := stepping_cpus(self.plan):
+            refused.append(numa.run_on(cpus))
         memory = self.topology.nearest_memory(self.plan.front_node)
         if len(self.topology.nodes) > 1 and memory is not None:
-            refused = (numa.run_on(self.plan.front_cpus), numa.prefer_memory(memory))
-            self._front_degraded = tuple(f"front end: {text}" for text in refused if text)
+            refused.append(numa.prefer_memory(memory))
+        self._front_degraded = tuple(f"front end: {text}" for text in refused if text)
 
     def scale(self, node: int | None, *, workers: int | None = None, threads: int | None = None, timeout: float = 30.0) -> TeamPlan:
         """Gives a node (None: all) so many workers of so many lanes (None: as it is), while the session steps. Returns the

@@ -100,6 +100,18 @@ def parse_meminfo(text: str) -> dict[str, int]:
     return found
 
 
+_allowance: tuple[int, ...] = ()
+"""CPUs this process might use before its threads were put where they belong (workers.confine)."""
+
+
+def keep_allowance() -> tuple[int, ...]:
+    """The CPUs this process may use as it was given them. From now on read_topology takes these for what is allowed, whatever CPUs this
+    process keeps its threads on."""
+    global _allowance
+    _allowance = _allowance or parse_cpu_list(_status(Path("/"))["Cpus_allowed_list"])
+    return _allowance
+
+
 def read_topology(root: str | Path = "/") -> Topology:
     """Reads /proc and /sys below root. OSError if even /proc/self/status or /proc/meminfo is missing."""
     base = Path(root)
@@ -109,7 +121,7 @@ def read_topology(root: str | Path = "/") -> Topology:
     total = memory["MemTotal"]
     available = memory.get("MemAvailable", memory.get("MemFree", 0))
     available = available if cgroup.available_bytes is None else min(available, cgroup.available_bytes)
-    allowed = parse_cpu_list(status["Cpus_allowed_list"])
+    allowed = _allowance if _allowance and base == Path("/") else parse_cpu_list(status["Cpus_allowed_list"])
     mems = set(parse_cpu_list(status.get("Mems_allowed_list", "")))
     nodes = _nodes(base, allowed, mems, total)
     return Topology(

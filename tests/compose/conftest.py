@@ -10,7 +10,7 @@ import pytest
 
 from ops.models import TINY_FILE
 from tests.compose import engine as engines
-from tests.compose.stack import Stack, clone, free_port
+from tests.compose.stack import Stack, clone, free_ports
 from tests.fault.load import Answer, Load
 from tests.multinode.watching import local_answers, requests
 
@@ -38,8 +38,10 @@ def expected() -> list[Answer]:
 @pytest.fixture(scope="session")
 def built(engine: engines.Engine, tmp_path_factory: pytest.TempPathFactory) -> Stack:
     """The project as a newcomer has it, cloned and built."""
-    made = Stack(engine, clone(tmp_path_factory.mktemp("clone")), free_port())
+    made = Stack(engine, clone(tmp_path_factory.mktemp("clone")), free_ports())
     made.compose("build", seconds=BUILD_S)
+    arguments = ("--target", "build", "--build-arg", f"BASE={engines.BASE_IMAGE}", "--tag", engines.BUILD_IMAGE)
+    engine.docker("build", *arguments, str(made.folder), seconds=BUILD_S)  # of layers that are there already
     return made
 
 
@@ -66,13 +68,13 @@ def whole(stack: Stack, request: pytest.FixtureRequest) -> Iterator[Stack]:
 class Under:
     """Streams of known answers against a stack."""
 
-    def __init__(self, target: str, expected: list[Answer]) -> None:
-        self._target, self._expected = target, expected
+    def __init__(self, target: str, expected: list[Answer], *, patient: bool = False) -> None:
+        self._target, self._expected, self._patient = target, expected, patient
 
     @contextmanager
     def load(self) -> Iterator[Load]:
         """STREAMS streams from begin to end of the block; none may fail or be answered wrongly."""
-        load = Load(self._target, self._expected, streams=STREAMS, timeout=CALL_S, todo=requests())
+        load = Load(self._target, self._expected, streams=STREAMS, timeout=CALL_S, todo=requests(), patient=self._patient)
         load.start()
         try:
             flows(load)

@@ -18,9 +18,11 @@ import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = ROOT / "build" / "compose"
-"""Base images are kept here: making one takes a minute."""
+"""Base image and the layers of builds are kept here: making them takes some minutes, and is done again only for what has changed."""
 BASE_IMAGE = "colibri-test-base"
 IMAGE = "colibri-test:latest"
+BUILD_IMAGE = "colibri-test-build"
+"""The image's first stage: under a name, so that its layers are kept for the next run."""
 SUITE = "bookworm"
 PACKAGES = "python3,python3-venv,ca-certificates"
 TOOLS = {
@@ -30,10 +32,12 @@ TOOLS = {
     "iptables": "iptables",
     "debootstrap": "debootstrap",
 }
-USUAL_SOCKET = Path("/var/run/docker.sock")
+USUAL_SOCKET = "/var/run/docker.sock"
 AUTHORITIES = Path("/etc/ssl/certs/ca-certificates.crt")
 PASSED_ON = ("PIP_INDEX_URL", "http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
 """What says how this machine reaches PyPI; a build's containers are told the same."""
+BACK_S = 40
+"""For a container to be restarted, found again and given its share."""
 _T = TypeVar("_T")
 
 
@@ -53,9 +57,14 @@ def why_not() -> str:
     missing = sorted({package for tool, package in TOOLS.items() if shutil.which(tool) is None})
     if missing:
         return f"Debian packages are missing: {' '.join(missing)}"
-    if _dockerd_runs() and not _answers(Engine(USUAL_SOCKET)):
-        return f"a Docker engine runs here and does not answer at {USUAL_SOCKET}; two would share one bridge and one set of firewall rules"
+    if _dockerd_runs() and not _answers(Engine(_usual_socket())):
+        where = f"{_usual_socket()} (set DOCKER_HOST=unix://...)"
+        return f"a Docker engine runs here and does not answer at {where}; two would share one bridge and one set of firewall rules"
     return ""
+
+
+def _usual_socket() -> Path:
+    return Path(os.environ.get("DOCKER_HOST", USUAL_SOCKET).removeprefix("unix://"))
 
 
 def _dockerd_runs() -> bool:
@@ -91,32 +100,44 @@ def engine() -> Iterator[Engine]:
         with _own_engine() as made:
             yield made
         return
-    usual = Engine(USUAL_SOCKET)
+    usual = Engine(_usual_socket())
     try:
         yield usual
     finally:
-        for image in (IMAGE, BASE_IMAGE):
+        for image in (IMAGE, BUILD_IMAGE, BASE_IMAGE):
             usual.docker("image", "rm", "--force", image)
 
 
 @contextlib.contextmanager
 def _own_engine() -> Iterator[Engine]:
-    """Starts an engine; stops it, and leaves neither images nor firewall policy behind."""
+    """Starts an engine; stops it, and leaves neither containers nor firewall policy behind."""
     folder = Path(tempfile.mkdtemp(prefix="colibri-docker-"))
     made = Engine(folder / "docker.sock")
     policy = _forward_policy()
-    command = ["dockerd", f"--data-root={folder}/root", f"--exec-root={folder}/exec", f"--host=unix://{made.socket}"]
+    command = ["dockerd", f"--data-root={CACHE}/docker", f"--exec-root={folder}/exec", f"--host=unix://{made.socket}"]
     command.append(f"--pidfile={folder}/dockerd.pid")
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True)
     try:
         until(lambda: _is_up(made, process, folder / "log"), "the Docker engine answers", seconds=60)
+        _tidy(made)
         yield made
+        _tidy(made)
     finally:
         process.terminate()
         process.wait(60)
         subprocess.run(["iptables", "-P", "FORWARD", policy], check=False)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _tidy(made: Engine) -> None:
+    """Removes what a run that was cut short has left, and images that newer ones replaced."""
+    subprocess.run(["docker", "swarm", "leave", "--force"], env=made.environ, capture_output=True, check=False)
+    left = made.docker("ps", "--all", "--quiet").split()
+    if left:
+        made.docker("rm", "--force", "--volumes", *left)
+    for kind in ("network", "volume", "image"):
+        made.docker(kind, "prune", "--force")
 
 
 def _is_up(made: Engine, process: subprocess.Popen[bytes], log: Path) -> bool:
@@ -139,6 +160,8 @@ def import_base(engine: Engine) -> None:
     archive = CACHE / f"base-{SUITE}.tar"
     if not archive.exists():
         _make_base(archive)
+    if engine.docker("image", "ls", "--quiet", BASE_IMAGE):
+        return  # importing it again would give it another identity, and all layers above it would be built anew
     settings = {name: os.environ[name] for name in PASSED_ON if os.environ.get(name)}
     changes = [part for name, value in settings.items() for part in ("--change", f"ENV {name}={value}")]
     engine.docker("import", *changes, str(archive), BASE_IMAGE, seconds=120)

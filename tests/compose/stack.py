@@ -36,12 +36,30 @@ def clone(folder: Path) -> Path:
     return folder
 
 
-def free_port() -> int:
+def free_ports(count: int = 1) -> tuple[int, ...]:
+    """So many in a row that nobody listens on, below those that clients' own connections are given."""
+    for first in range(20000 + os.getpid() % 5000, 32000, count):
+        ports = tuple(range(first, first + count))
+        if all(_is_free(port) for port in ports):
+            return ports
+    raise AssertionError(f"no {count} free ports in a row")
+
+
+def _is_free(port: int) -> bool:
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-        assert isinstance(port, int)
-        return port
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("0.0.0.0", port))
+        except OSError:
+            return False
+        return True
+
+
+def _serves(target: str) -> bool:
+    try:
+        return ask_health(target, timeout=1) == "SERVING"
+    except grpc.RpcError:
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,18 +68,24 @@ class Stack:
 
     engine: Engine
     folder: Path
-    port: int
+    ports: tuple[int, ...]  # of the host, for front ends: each takes a free one of them
     files: tuple[str, ...] = ()  # none: those that Compose takes by itself
 
     @property
     def target(self) -> str:
         """Where clients outside ask."""
-        return f"localhost:{self.port}"
+        return f"localhost:{self.ports[0]}"
+
+    @property
+    def targets(self) -> str:
+        """All front ends there may be, as gRPC writes it."""
+        return f"ipv4:{','.join(f'127.0.0.1:{port}' for port in self.ports)}"
 
     @property
     def settings(self) -> dict[str, str]:
         """What a user would put into .env."""
-        return {"BASE": BASE_IMAGE, "IMAGE": IMAGE, "PORT": str(self.port)}
+        ports = str(self.ports[0]) if len(self.ports) == 1 else f"{self.ports[0]}-{self.ports[-1]}"
+        return {"BASE": BASE_IMAGE, "IMAGE": IMAGE, "PORT": ports}
 
     def compose(self, *arguments: str, seconds: float = 180) -> str:
         """docker-compose in the clone."""
@@ -69,22 +93,26 @@ class Stack:
         command = ["docker-compose", "-p", PROJECT, *chosen, *arguments]
         return run(command, environ=self.engine.environ | self.settings, seconds=seconds, folder=self.folder)
 
-    def up(self, *arguments: str, nodes: int = 3) -> None:
-        """`docker-compose up` with so many nodes; returns when all hold their share."""
-        self.compose("up", "-d", "--scale", f"node={nodes}", *arguments, seconds=300)
-        until(self.serves, "the front end serves", seconds=READY_S)
+    def up(self, *arguments: str, nodes: int = 3, fronts: int = 1) -> None:
+        """`docker-compose up` with so many of each; returns when all nodes hold their share."""
+        self.compose("up", "-d", "--scale", f"node={nodes}", "--scale", f"front={fronts}", *arguments, seconds=300)
+        until(lambda: self.serving() == fronts, "the front ends serve", seconds=READY_S)
         self.wait_nodes(nodes)
 
-    def serves(self) -> bool:
-        """Whether clients are answered."""
-        try:
-            return ask_health(self.target, timeout=1) == "SERVING"
-        except grpc.RpcError:
-            return False
+    def serving(self) -> int:
+        """How many front ends answer clients."""
+        return sum(_serves(f"localhost:{port}") for port in self.ports)
 
     def containers(self, service: str) -> list[str]:
-        """Ids of a service's containers."""
-        return self.compose("ps", "-q", service).split()
+        """Ids of a service's containers, the oldest first. As `docker-compose ps -q`, which takes a second and more."""
+        labels = {"project": PROJECT, "service": service, "oneoff": "False"}
+        chosen = [part for label, value in labels.items() for part in ("--filter", f"label=com.docker.compose.{label}={value}")]
+        return self.engine.docker("ps", "--all", "--quiet", "--no-trunc", *chosen).split()[::-1]
+
+    def script(self, name: str, *arguments: str, **settings: str) -> str:
+        """One of ops/deploy, as a user runs it in the clone."""
+        environ = self.engine.environ | self.settings | settings | {"COMPOSE_PROJECT_NAME": PROJECT}
+        return run([str(self.folder / "ops" / "deploy" / name), *arguments], environ=environ, seconds=300, folder=self.folder)
 
     def inspect(self, container: str) -> dict[str, Any]:
         found = json.loads(self.engine.docker("inspect", container))[0]

@@ -85,13 +85,20 @@ class Load:
     """Streams in threads of their own, from start() to stop()."""
 
     def __init__(
-        self, target: str, expected: Sequence[Answer], *, streams: int, timeout: float, todo: Sequence[pb.GenerateRequest] = ()
+        self,
+        target: str,
+        expected: Sequence[Answer],
+        *,
+        streams: int,
+        timeout: float,
+        todo: Sequence[pb.GenerateRequest] = (),
+        patient: bool = False,
     ) -> None:
-        """todo: what is asked, requests() unless given."""
+        """todo: what is asked, requests() unless given. patient: by a client that is."""
         self.streams = [Stream() for _ in range(streams)]
         self._expected = expected
         self._todo = todo or requests()
-        self._client = Client(target, timeout=timeout)
+        self._client = Client(target, timeout=timeout, patient=patient)
         self._stopping = threading.Event()
         self._threads = [threading.Thread(target=self._run, args=(i,), name=f"stream-{i}") for i in range(streams)]
 

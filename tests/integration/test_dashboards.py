@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from ops.bench.served import free_port
 from service.client import generate_request
 from tests.integration.serving import ROOT, serving, until
+from tests.integration.test_node import node_of
 
 DEPLOY = ROOT / "ops" / "deploy"
 DASHBOARD = DEPLOY / "grafana" / "dashboards" / "colibri.json"
@@ -21,23 +23,33 @@ _NAME = re.compile(r"\b(?:vllm:|colibri_)\w+")
 
 
 @pytest.fixture(scope="module")
-def exported(tiny_model: Path) -> set[str]:
-    """Names of the samples of a server that has answered and refused."""
-    with serving(tiny_model, metrics_port=0) as running:
+def exported(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """Names of the samples of a node and of a server that has answered by it."""
+    port = free_port()
+    options = ("--share", "1/1", "--metrics-port", str(port))
+    log = tmp_path_factory.mktemp("node") / "log"
+    with node_of(tiny_model, *options, log=log) as node, serving(tiny_model, metrics_port=0, nodes=node.address) as running:
         running.client.complete(generate_request("hello", max_tokens=4, temperature=0, ignore_eos=True))
         address = f"http://127.0.0.1:{running.server.metrics.port}/metrics"
-        page = until(lambda: _page(address), "the experts' counters have been looked at")
+        pages = (
+            until(lambda: _page(address, "colibri_expert_load_max_over_mean{"), "the experts' counters have been looked at"),
+            _page(f"http://127.0.0.1:{port}/metrics", "colibri_node_share_bytes "),
+        )
+    return {name for page in pages for name in _names(page)}
+
+
+def _names(page: str) -> set[str]:
     declared = {f"{name}_total" for name in re.findall(r"^# TYPE (\S+?)(?:_total)? counter$", page, re.MULTILINE)}
     return declared | set(re.findall(r"^(\S+?)(?:\{| )", page, re.MULTILINE))
 
 
-def _page(address: str) -> str:
-    """What Prometheus gets, which prefers OpenMetrics."""
+def _page(address: str, looked_for: str) -> str:
+    """What Prometheus gets, which prefers OpenMetrics; nothing if that is not in it."""
     accepted = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"
     request = urllib.request.Request(address, headers={"Accept": accepted})
     with urllib.request.urlopen(request, timeout=10) as answer:
         page: str = answer.read().decode()
-    return page if "colibri_expert_load_max_over_mean{" in page else ""
+    return page if looked_for in page else ""
 
 
 def expressions(path: Path) -> list[str]:
