@@ -1,6 +1,6 @@
 """Something that says it is a node and answers nonsense: `python -m tests.multinode.impostor DESCRIPTION WORD...`.
 
-DESCRIPTION is a file with what it says it is. Each stream it takes goes by the next of the words, over and over, and says so when it begins.
+DESCRIPTION is a file with what it says it is. Each stream goes by the next of the words, over and over, and the output has the word.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from tests.fault.harness import limit, wait_for
 from tests.fault.load import Answer
 from tests.multinode.certificates import Authority, Pair
 from tests.multinode.net import Network
-from tests.multinode.nodes import PORT, FrontEnd, Node, Nodes, nodes_of
+from tests.multinode.nodes import PORT, FrontEnd, Node, nodes_of
 from tests.multinode.watching import flows, load, undisturbed
 
 pytestmark = pytest.mark.multinode
