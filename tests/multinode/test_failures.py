@@ -145,7 +145,7 @@ def test_batches_of_a_slow_node_are_asked_of_another(replicas: Setting, expected
         before = hedges(front)
         fault.strike(network, node)
         try:
-            flows(streams, tokens=400)
+            flows(streams)
             wait_for(lambda: hedges(front) > before, seconds=limit(5), what="batches are hedged")
         finally:
             fault.mend(network, node)
