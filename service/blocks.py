@@ -152,6 +152,15 @@ class BlockPool:
         table.blocks.clear()
         table.chain.clear()
 
+    def forget(self) -> None:
+        """Nothing that was published is found any more. IntegrityError while anybody holds a block."""
+        if self.available < self.total:
+            raise IntegrityError(f"{self.total - self.available} KV blocks are held while all contents are given up")
+        self._free.extend(self._cached)
+        self._cached.clear()
+        self._published.clear()
+        self._by_key.clear()
+
     def stats(self) -> PoolStats:
         """A snapshot."""
         free, cached = len(self._free), len(self._cached)

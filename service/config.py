@@ -14,6 +14,7 @@ from engine_c import Damping
 from engine_c.structs import KV_FORMATS
 from service.damping import DampingError, parse_damping
 from service.nodes.addresses import AddressError, parse_places
+from service.spans import Range, parse_ranges
 
 _PREFIX = "COLIBRI_"
 _OTHERS = ("CACHE", "ISA")  # read by cache_dir and by the engine
@@ -65,7 +66,8 @@ class ServeConfig:
     nodes_server_name: str = ""  # name in the nodes' certificates; empty: the host in `nodes`
     nodes_insecure: bool = False  # without the three files, reach nodes of other machines unencrypted; those of this one always may be
     nodes_local_experts: LocalExperts = "none"  # "all": this process holds all experts in memory too, and does its part of them
-    nodes_fallback: Fallback = "file"  # experts that no node holds: computed here from the model "file", or waited for ("off")
+    nodes_layers: str = ""  # layers that are nodes' to run whole, such as 0-31: not kept in memory here; without fallback never run here
+    nodes_fallback: Fallback = "file"  # experts and layers that no node holds: computed here from the model "file", or waited for ("off")
     nodes_timeout_ms: int = 2000  # a node that has not answered for so long is given up until it can be reached anew
     nodes_hedge_ms: int = 0  # after so long another holder is asked as well; 0: never
     nodes_resolve_s: float = 5.0  # seconds between two looks at what the name means
@@ -148,6 +150,14 @@ class ServeConfig:
             raise ConfigError(f"{setting} {error.sentence}") from error
 
     @property
+    def layers_elsewhere(self) -> tuple[Range, ...]:
+        """nodes_layers. Raises ConfigError."""
+        try:
+            return parse_ranges(self.nodes_layers) if self.nodes_layers else ()
+        except ValueError as error:
+            raise ConfigError(f"nodes_layers is {self.nodes_layers!r}: {error}") from error
+
+    @property
     def address(self) -> str:
         """What to listen on, as gRPC writes it."""
         if self.unix_socket:
@@ -185,6 +195,7 @@ class ServeConfig:
         missing = [name for name, value in files.items() if not value]
         if missing and len(missing) < len(files):
             raise ConfigError(f"{', '.join(missing)} must be set too: nodes are reached by mutual TLS with all three files, or with none")
+        self._check_layers()
         if not self.nodes:
             if not missing:
                 raise ConfigError("nodes_cert, nodes_key and nodes_ca are for nodes, which is not set")
@@ -197,6 +208,16 @@ class ServeConfig:
         if missing and abroad and not self.nodes_insecure:
             remedy = "set nodes_cert, nodes_key and nodes_ca, or nodes_insecure=on where the network lets nobody else in"
             raise ConfigError(f"nodes on other machines ({', '.join(abroad)}) are reached by mutual TLS: {remedy}")
+
+
+    def _check_layers(self) -> None:
+        if not self.layers_elsewhere:
+            return
+        others = {"nodes_local_experts": self.nodes_local_experts == "all", "damping": self.default_damping is not None}
+        if not self.nodes:
+            raise ConfigError("nodes_layers is for nodes, which is not set")
+        if wrong := [name for name, is_set in others.items() if is_set]:
+            raise ConfigError(f"nodes_layers leaves layers to nodes, which {wrong[0]} does not go with: leave one of them out")
 
 
 _RANGES: dict[str, tuple[float, float]] = {

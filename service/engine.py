@@ -21,7 +21,7 @@ from operator import add
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from engine_c import EngineError, Remote, RemoteLost, SeqResult, SeqWork, StepStats
+from engine_c import EngineError, LayersRemote, Remote, RemoteLost, SeqResult, SeqWork, StepStats
 from service.faults import Draining, EngineFault, Fault, NodesLost, WorkersLost
 from service.guests import Guests
 from service.outbox import Outbox
@@ -50,16 +50,21 @@ class Stepper(Protocol):
         experts computed that set_remote named; its RemoteLost is passed on."""
         ...
 
-    def set_remote(self, experts: npt.NDArray[np.bool_] | None) -> None:
-        """Which experts [layers, experts] are computed elsewhere."""
+    def set_remote(self, experts: npt.NDArray[np.bool_] | None, layers: Sequence[tuple[int, int]] = ()) -> None:
+        """Which experts [layers, experts] are computed elsewhere, and which ranges [first, end) of layers whole."""
         ...
 
 
-class Elsewhere(Remote, Protocol):
-    """Nodes that compute experts (service.nodes)."""
+class Elsewhere(LayersRemote, Protocol):
+    """Nodes that compute experts and layers (service.nodes)."""
 
-    def prepare(self, session: Stepper) -> None:
-        """Before each step. RemoteLost if some experts have nobody who computes them."""
+    def prepare(self, session: Stepper) -> bool:
+        """Before each step. True if keys and values of what was computed before are no more. RemoteLost if some experts or layers have
+        nobody who computes them."""
+        ...
+
+    def refusal(self, request: Request) -> Fault | None:
+        """Why a request can't be computed there; None: it can. Any thread."""
         ...
 
 
@@ -103,6 +108,10 @@ class _NoNodes(Exception):
     """Nobody was left that has some experts for longer than the grace."""
 
 
+class _KvGone(Exception):
+    """The nodes' keys and values of what was computed are no more."""
+
+
 class EngineThread:
     """Runs a session from `start` to `stop`. All other methods are for the loop's thread."""
 
@@ -117,7 +126,7 @@ class EngineThread:
         elsewhere: Elsewhere | None = None,
     ) -> None:
         """`lane_grace`: seconds to wait when nothing is left that computes; `stream_interval`: as Outbox has it; `settle` is called on the
-        thread before its first step; `elsewhere`: nodes that compute experts."""
+        thread before its first step; `elsewhere`: nodes that compute experts or layers."""
         self._session = session
         self._scheduler = scheduler
         self._lane_grace = lane_grace
@@ -158,6 +167,9 @@ class EngineThread:
                 raise Draining
             if not self.progress.alive:
                 raise EngineFault("ENGINE_STOPPED", "the engine has stopped; restart the server")
+            fault = None if self._elsewhere is None else self._elsewhere.refusal(request)
+            if fault is not None:
+                raise fault
             self._scheduler.add(request, now=time.monotonic())
             self._wake.notify()
 
@@ -307,6 +319,8 @@ class EngineThread:
         except (_NoLanes, _NoNodes) as gone:
             kind, sentence = WorkersLost if isinstance(gone, _NoLanes) else NodesLost, str(gone)
             return self._failed(plan, lambda request: kind(ran=request.ran, sentence=sentence))
+        except _KvGone:
+            return self._start_over(plan)
         except Exception as error:
             log.exception("a step of %d rows failed", plan.rows)
             fault = _engine_fault(error)
@@ -340,8 +354,17 @@ class EngineThread:
     def _try_step(self, plan: Plan, tell: int) -> tuple[list[SeqResult], StepStats]:
         if self._elsewhere is None:
             return self._session.step(plan.work, tell=tell)
-        self._elsewhere.prepare(self._session)
+        if self._elsewhere.prepare(self._session):
+            raise _KvGone
         return self._session.step(plan.work, tell=tell, remote=self._elsewhere)
+
+    def _start_over(self, plan: Plan) -> list[Update]:
+        """The step is dropped, and all requests begin anew, but those that can't be computed any more."""
+        assert self._elsewhere is not None
+        self.progress.lanes_gone = False
+        with self._lock:
+            self._scheduler.revert(plan)
+            return self._scheduler.start_over(self._elsewhere.refusal)
 
     def _wait_for_help(self, gone: _NoLanes | _NoNodes) -> None:
         """Until the next try; raises `gone` when time is up."""

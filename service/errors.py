@@ -98,6 +98,10 @@ def _broken_off(reason: str) -> Callable[[faults.ShutDown | faults.WorkersLost |
     return make
 
 
+def _elsewhere(fault: faults.LayersElsewhere) -> Refusal:
+    return Refusal("FAILED_PRECONDITION", str(fault), [_info("LAYERS_ELSEWHERE")])
+
+
 def _engine(fault: faults.EngineFault) -> Refusal:
     return Refusal("INTERNAL", str(fault), [_info(fault.reason)])
 
@@ -122,6 +126,7 @@ _MAKERS: dict[type[faults.Fault], Callable[..., Refusal]] = {
     faults.ShutDown: _broken_off("SHUTDOWN"),
     faults.WorkersLost: _broken_off("WORKER_LOST"),
     faults.NodesLost: _broken_off("NODES_LOST"),
+    faults.LayersElsewhere: _elsewhere,
     faults.EngineFault: _engine,
     faults.StreamMisfit: _misfit,
     faults.OperatorFault: _operator,

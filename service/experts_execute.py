@@ -19,9 +19,9 @@ from service.calls import Context, aside
 from service.experts_forward import PIECE_ROWS
 from service.faults import Draining, QueueFull, StreamMisfit
 from service.hosted import Hosted
-from service.node.agent import PROTOCOL
 from service.node.batches import BatchError, Kind, Work, check
 from service.node.hello import StreamRefused, batch_of, check_opening, failure_code
+from service.wire import PROTOCOL
 from workers.layout import read_digest
 
 _FORMAT_NAMES = {number: name for name, number in FORMATS.items()}

@@ -105,6 +105,15 @@ class NodesLost(Fault):
         self.ran = ran
 
 
+class LayersElsewhere(Fault):
+    """What is asked for needs every layer's router here, and nodes run some layers whole. Nothing of the request is told."""
+
+    def __init__(self, layers: str, *, trace: bool) -> None:
+        what = "where tokens go can't be told" if trace else "tokens can't be routed by a policy"
+        remedy = "ask a server without such nodes" + ("" if trace else ", or leave routing out")
+        super().__init__(f"{what} while nodes run layers {layers} whole; {remedy}")
+
+
 class ClientTooSlow(Fault):
     """The client stopped reading and what it has not read reached the limit."""
 

@@ -74,7 +74,7 @@ class Hosted:
         self.desk = Desk(self.engine, stream_limit=config.stream_buffer_tokens, stream_patience=config.stream_patience)
         self.loads = LoadWatch(team)
         self.loaded_at = time.monotonic()
-        self.damping = _default_damping(config, model)  # of requests that name neither a policy nor a seed
+        self.damping = _default_damping(config, model)  # as operators have set it
         self.state = ModelState.LOADING
         self.closing = False  # from here on the team must not be touched
         self.changes = asyncio.Lock()  # of the workers: one after the other
@@ -104,7 +104,7 @@ class Hosted:
         nodes = None
         if config.nodes:
             try:
-                nodes = await asyncio.to_thread(open_nodes, config, artifact, team.model.info)
+                nodes = await asyncio.to_thread(_open_nodes, config, artifact, team)
             except ConfigError:
                 await asyncio.to_thread(team.close)
                 raise
@@ -136,6 +136,11 @@ class Hosted:
         """Whether requests may name it."""
         return self.state in (ModelState.READY, ModelState.SERVING)
 
+    @property
+    def usual_damping(self) -> Damping | None:
+        """Of requests that name neither a policy nor a seed; none while nodes run whole layers."""
+        return None if self.nodes is not None and self.nodes.remote.whole_layers else self.damping
+
     def move(self, target: ModelState) -> None:
         """Changes state. RuntimeError for a change the table does not have: a bug of ours."""
         if target not in TRANSITIONS[self.state]:
@@ -146,7 +151,7 @@ class Hosted:
         """As GetModel tells it."""
         described = self.model.describe()
         described.is_default = self.state is ModelState.SERVING
-        described.routing_default.CopyFrom(policy_message(self.damping))
+        described.routing_default.CopyFrom(policy_message(self.usual_damping))
         return described
 
     async def aside(self, work: Callable[[Self], _Result]) -> _Result:
@@ -226,6 +231,10 @@ class Hosted:
             return ""
         ends = [f"worker {worker.index} {worker.error}" for worker in workers if worker.error]
         return ends[0] if ends else "no worker has joined"
+
+
+def _open_nodes(config: ServeConfig, artifact: Artifact, team: Team) -> Nodes:
+    return open_nodes(config, artifact, team.model.info, kv_blocks=team.session.options.kv_blocks)
 
 
 def _default_damping(config: ServeConfig, model: ServedModel) -> Damping | None:

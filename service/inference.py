@@ -74,7 +74,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         bounds = model.bounds
         top_logprobs = read_top_logprobs(message)
         sampling = read_sampling(message.sampling, defaults=bounds.generation, top_logprobs=top_logprobs or 0)
-        damping = choose_damping(message, info=model.info, default=hosted.damping, seeded=message.sampling.HasField("seed"))
+        damping = choose_damping(message, info=model.info, default=hosted.usual_damping, seeded=message.sampling.HasField("seed"))
         stops = read_stops(message.stop, bounds=bounds, has_tokenizer=model.tokenizer is not None)
         prompt = await read_prompt(model, message)
         max_tokens = read_max_tokens(message, prompt_tokens=len(prompt.tokens), field=prompt.field, bounds=bounds)

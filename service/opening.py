@@ -55,7 +55,7 @@ def team_config(config: ServeConfig) -> TeamConfig:
     )
     return TeamConfig(
         load_mode=config.load,
-        keep=Keep() if config.nodes and config.nodes_local_experts == "none" else None,
+        keep=Keep(but=config.layers_elsewhere) if config.nodes and config.nodes_local_experts == "none" else None,
         placement=config.placement,
         smt=config.smt,
         workers_per_node=config.workers_per_node,

@@ -178,7 +178,11 @@ class OperatorServicer(operator_pb2_grpc.OperatorServicer):
                 raise InvalidField("policy", "is missing; say how requests are to be routed")
             hosted = self._host.find(request.model)
             before = policy_message(hosted.damping)
-            hosted.damping = read_policy(request.policy, field="policy", info=hosted.model.info)
+            damping = read_policy(request.policy, field="policy", info=hosted.model.info)
+            if damping is not None and hosted.nodes is not None and hosted.nodes.remote.whole_layers:
+                sentence = "nodes run whole layers of this model, whose routers follow no policy; set OFF, or serve it without such nodes"
+                raise OperatorFault("FAILED_PRECONDITION", "LAYERS_ELSEWHERE", sentence)
+            hosted.damping = damping
             log.info("routing of %s by default: %s", hosted.name, describe_damping(hosted.damping))
             return pb.SetRoutingPolicyResponse(model=hosted.name, policy=policy_message(hosted.damping), previous=before)
 

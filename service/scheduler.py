@@ -156,6 +156,20 @@ class Scheduler:
             if share.request.state not in LIVE:
                 self._release(share.request)
 
+    def start_over(self, refusal: Callable[[Request], Fault | None]) -> list[Update]:
+        """Keys and values are no more, of anybody: who runs waits and is recomputed, no prefix is known. Who is refused fails. Between
+        steps."""
+        for request in reversed(self.running.copy()):
+            self._preempt(request)
+        self.pool.forget()
+        updates = []
+        for request in list(self.requests.values()):
+            fault = refusal(request)
+            if fault is not None:
+                self._leave(request, State.FAILED)
+                updates.append(Update(request, fault=fault))
+        return updates
+
     def check_integrity(self) -> None:
         """Raises IntegrityError unless lists, states and the accounts of blocks and slots agree."""
         flying = [share.request for share in self._flying.shares] if self._flying else []

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from google.protobuf.message import Message
 
+PROTOCOL = 2
+"""Of Experts.Execute as front ends and nodes of one release speak it; both sides must have the same."""
 _BYTES = 2  # wire type of what has a length
 
 

@@ -13,10 +13,13 @@ Range = tuple[int, int]  # begin, end
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """A share. experts: (layer, expert) of those that are kept. backbone: also everything that is no expert."""
+    """A share. experts: (layer, expert) of those that are kept. backbone: also everything that is no expert, but nothing of the layers
+    `but`. layers: kept whole, also without the backbone. Both are ranges [first, end)."""
 
     experts: frozenset[tuple[int, int]] = frozenset()
     backbone: bool = True
+    layers: tuple[Range, ...] = ()
+    but: tuple[Range, ...] = ()
 
 
 def kept_extents(plan: PlacementPlan, layout: Layout, keep: Keep) -> tuple[Extent, ...]:
@@ -39,11 +42,15 @@ def kept_ranges(layout: Layout, keep: Keep) -> tuple[Range, ...]:
     experts = {(number, index): expert for number, layer in enumerate(layout.layers) for index, expert in enumerate(layer)}
     if unknown := sorted(keep.experts - experts.keys()):
         raise LayoutError(f"there is no expert {unknown[0][1]} of layer {unknown[0][0]} in it")
+    whole = _of_layers(layout, keep.layers)
     if keep.backbone:
-        left = _merged(_bytes_of(expert) for place, expert in experts.items() if place not in keep.experts)
+        left = _merged(
+            [*(_bytes_of(expert) for place, expert in experts.items() if place not in keep.experts), *_of_layers(layout, keep.but)]
+        )
+        left = left_out(left, _merged(whole))
         inner = [(-(-begin // PAGE) * PAGE, end // PAGE * PAGE) for begin, end in left]
         return _between([(begin, end) for begin, end in inner if begin < end], layout.size)
-    own = _merged(_bytes_of(experts[place]) for place in keep.experts)
+    own = _merged([*(_bytes_of(experts[place]) for place in keep.experts), *whole])
     return _merged((begin // PAGE * PAGE, min(-(-end // PAGE) * PAGE, layout.size)) for begin, end in own)
 
 
@@ -60,6 +67,13 @@ def left_out(ranges: Iterable[Range], kept: Iterable[Range]) -> tuple[Range, ...
         if begin < end:
             left.append((begin, end))
     return tuple(left)
+
+
+def _of_layers(layout: Layout, ranges: Iterable[Range]) -> list[Range]:
+    numbers = [number for first, end in ranges for number in range(first, end)]
+    if unknown := [number for number in numbers if not 0 <= number < len(layout.whole)]:
+        raise LayoutError(f"there is no layer {unknown[0]} in it: it has {len(layout.whole)}")
+    return [extent for number in numbers for extent in layout.whole[number]]
 
 
 def _bytes_of(expert: Expert) -> Range:

@@ -15,6 +15,7 @@ _MAGIC = b"COLIBRI\0"
 _MAX_DESCRIPTOR = 64 << 20
 _BLOCK_BYTES = {"f32": 4096, "bf16": 2048, "int8": 1088, "int4": 576}  # of 32 rows x 32 columns
 _EXPERT = re.compile(r"layers\.(\d+)\.experts\.\d+")
+_OF_LAYER = re.compile(r"layers\.(\d+)\..+")
 
 
 class LayoutError(ValueError):
@@ -50,11 +51,13 @@ class Expert:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """backbone: every panelled matrix outside the experts, the embedding included. layers: each layer's experts, in order."""
+    """backbone: every panelled matrix outside the experts, the embedding included. layers: each layer's experts, in order. whole: first
+    byte and end of each of a layer's tensors, its experts included."""
 
     size: int
     backbone: tuple[Matrix, ...]
     layers: tuple[tuple[Expert, ...], ...]
+    whole: tuple[tuple[tuple[int, int], ...], ...] = ()
 
 
 def read_layout(fd: int) -> Layout:
@@ -87,15 +90,19 @@ def make_layout(size: int, descriptor: Mapping[str, object]) -> Layout:
     """The layout that a descriptor tells of. LayoutError, KeyError, TypeError, ValueError if it makes no sense."""
     backbone: list[Matrix] = []
     layers: dict[int, list[Expert]] = {}
+    whole: dict[int, list[tuple[int, int]]] = {}
     tensors = descriptor["tensors"]
     if not isinstance(tensors, list):
         raise LayoutError("the tensor table is no list")
     for entry in tensors:
+        if match := _OF_LAYER.fullmatch(entry["name"]):
+            whole.setdefault(int(match[1]), []).append((entry["offset"], entry["offset"] + entry["length"]))
         if entry["layout"] == "p32":
             backbone.append(_matrix(entry["format"], entry["shape"], entry["offset"]))
         elif match := _EXPERT.fullmatch(entry["name"]):
             layers.setdefault(int(match[1]), []).append(_expert(entry["format"], entry["shape"], entry["offset"]))
-    layout = Layout(size, tuple(backbone), tuple(tuple(layers[number]) for number in sorted(layers)))
+    numbers = sorted(layers)
+    layout = Layout(size, tuple(backbone), tuple(tuple(layers[n]) for n in numbers), tuple(tuple(whole.get(n, ())) for n in numbers))
     if any(not 0 <= matrix.offset < matrix.end <= size for matrix in (*backbone, *(x.down for layer in layout.layers for x in layer))):
         raise LayoutError("a tensor lies outside the file")
     return layout

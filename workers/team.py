@@ -17,7 +17,7 @@ from workers.confine import stepping_cpus
 from workers.keeping import Keep
 from workers.kv_memory import KvMemory
 from workers.placement import Placement, PlacementPlan
-from workers.plan import FrontLane, NodeWish, PlanError, TeamPlan, plan_kv_blocks, plan_team
+from workers.plan import FrontLane, NodeWish, PlanError, TeamPlan, kv_block_bytes, plan_kv_blocks, plan_team
 from workers.rebalancing import FOLLOW_S, BalanceReport, ExpertPlaces, Loads, Rebalancer
 from workers.scaling import ScaleError, Scaling
 from workers.segments import LoadMode, ModelImage, PlacementReport, open_image
@@ -34,7 +34,8 @@ class TeamConfig:
     """How to open a team.
 
     session.max_lanes and front_lane are taken from the plan; session.kv_blocks 0 is planned from kv_bytes, or if that is None from the
-    memory that is free. keep: the share of the model that copies of it have (None: all).
+    memory that is free. keep: the share of the model that copies of it have (None: all). kv_layers: layers whose keys and values are ever
+    written (None: all); the others' take no memory.
     """
 
     load_mode: LoadMode = "map"
@@ -46,6 +47,7 @@ class TeamConfig:
     smt: bool = False
     session: SessionOptions = field(default_factory=SessionOptions)
     kv_bytes: int | None = None
+    kv_layers: int | None = None
     start_timeout_s: float = 30.0
     rebalance: Literal["off", "auto"] = "off"
     automatic: Automatic = field(default_factory=Automatic)
@@ -279,10 +281,12 @@ def _session_options(model: Model, plan: TeamPlan, topology: Topology, config: T
     """The wish with the plan's lanes and with KV memory; PlanError if the whole does not fit into memory."""
     split_down = int(placement.placement == "experts" or bool(config.session.split_down))
     wish = replace(config.session, max_lanes=plan.max_lanes, front_lane=int(plan.front_lane), split_down=split_down)
+    written = model.info if config.kv_layers is None else replace(model.info, layers=config.kv_layers)
     if not wish.kv_blocks:
-        blocks = plan_kv_blocks(model.info, kv_bytes=config.kv_bytes, topology=topology, kv_format=wish.kv_format, max_seqs=wish.max_seqs)
+        blocks = plan_kv_blocks(written, kv_bytes=config.kv_bytes, topology=topology, kv_format=wish.kv_format, max_seqs=wish.max_seqs)
         wish = replace(wish, kv_blocks=blocks)
-    needed = session_bytes(model, wish)
+    unwritten = kv_block_bytes(model.info, wish.kv_format) - kv_block_bytes(written, wish.kv_format)
+    needed = session_bytes(model, wish) - unwritten * wish.kv_blocks
     if needed > topology.memory_available_bytes:
         raise PlanError(
             f"the session needs {needed >> 20} MiB of shared memory ({wish.kv_blocks} KV blocks, {wish.max_rows} rows), "

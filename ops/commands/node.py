@@ -7,19 +7,22 @@ from typing import Annotated
 
 import typer
 
-from ops.commands.serve import Load, LogLevel, container
+from ops.commands.logits import KvFormat
+from ops.commands.serve import Load, LogLevel, container, parse_size
 
 
 def register(app: typer.Typer) -> None:
     """Adds the command."""
 
     @app.command(
-        help="Compute a share of a model's experts for front ends until SIGTERM or Ctrl-C. Every option is also read from COLIBRI_<OPTION>."
+        help="Compute a share of a model's experts, or some of its layers, for front ends until SIGTERM or Ctrl-C. "
+        "Every option is also read from COLIBRI_<OPTION>."
     )
     def node(
         model: Annotated[str, typer.Argument(metavar="MODEL", help="The .colibri file that the front ends serve.")],
         experts: Annotated[str | None, typer.Option(help="Experts of every layer to hold, such as 0-31,40.")] = None,
         share: Annotated[str | None, typer.Option(help="Or a part of them, such as 2/4; auto: what front ends assign.")] = None,
+        layers: Annotated[str | None, typer.Option(help="Or layers to run whole, attention and KV cache included, such as 16-31.")] = None,
         name: Annotated[str | None, typer.Option(help="Name of this node, the same after a restart (the host's).")] = None,
         host: Annotated[str | None, typer.Option(help="Address to listen on (127.0.0.1).")] = None,
         port: Annotated[int | None, typer.Option(help="Port (50061); 0 takes a free one.")] = None,
@@ -30,6 +33,8 @@ def register(app: typer.Typer) -> None:
             bool | None, typer.Option("--insecure/--no-insecure", help="Let other machines call unencrypted (no).")
         ] = None,
         load: Annotated[Load | None, typer.Option(help="Map the file, copy the share to memory, or auto (auto).")] = None,
+        kv_memory: Annotated[str | None, typer.Option(help="KV cache of the layers, for all front ends, such as 4GiB (planned).")] = None,
+        kv_format: Annotated[KvFormat | None, typer.Option(help="Of that cache, as the front ends have it (bf16).")] = None,
         workers_per_node: Annotated[int | None, typer.Option(help="Worker processes per NUMA node; 0 computes in this process.")] = None,
         threads_per_worker: Annotated[int | None, typer.Option(help="Lanes of each worker.")] = None,
         metrics_host: Annotated[str | None, typer.Option(help="Address of the Prometheus endpoint (127.0.0.1).")] = None,
@@ -44,6 +49,9 @@ def register(app: typer.Typer) -> None:
             model=container(model, cache_dir(), "bf16"),
             experts=experts,
             share=share,
+            layers=layers,
+            kv_memory=parse_size(kv_memory),
+            kv_format=kv_format and kv_format.value,
             name=name,
             host=host,
             port=port,

@@ -106,6 +106,7 @@ def register(app: typer.Typer) -> None:
             bool | None, typer.Option("--nodes-insecure/--no-nodes-insecure", help="Let nodes elsewhere be reached unencrypted (no).")
         ] = None,
         nodes_local_experts: Annotated[LocalExperts | None, typer.Option(help="Hold all experts here too, and do a part (none).")] = None,
+        nodes_layers: Annotated[str | None, typer.Option(help="Layers that are nodes' to run whole, such as 0-31: not kept here.")] = None,
         nodes_fallback: Annotated[
             Fallback | None, typer.Option(help="Experts no node has: from the model file, or off: wait for them (file).")
         ] = None,
@@ -165,6 +166,7 @@ def register(app: typer.Typer) -> None:
             nodes_server_name=nodes_server_name,
             nodes_insecure=nodes_insecure,
             nodes_local_experts=nodes_local_experts and nodes_local_experts.value,
+            nodes_layers=nodes_layers,
             nodes_fallback=nodes_fallback and nodes_fallback.value,
             nodes_timeout_ms=nodes_timeout_ms,
             nodes_hedge_ms=nodes_hedge_ms,

@@ -141,7 +141,8 @@ def remote_line(node: pb.RemoteNode) -> str:
         return f"{head}{': ' if node.reason else ''}{node.reason}"
     experts = sum(len(share.experts) for share in node.shares)
     mean = f", {node.round_trip_ms / node.batches:.2f} ms a batch" if node.batches else ""
-    held = f"{experts} experts, {human_bytes(node.share_bytes)}"
+    layers = ", ".join(f"{part.first}-{part.end - 1}" for part in node.layers)
+    held = f"{f'layers {layers}' if layers else f'{experts} experts'}, {human_bytes(node.share_bytes)}"
     done = f"{node.batches} batches, {node.rows} rows, {node.rows_per_second:.0f} a second of late{mean}"
     return f"{head}; {held}; {node.lanes} lanes ({node.isa}); {done}; lost {node.losses} times"
 

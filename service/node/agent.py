@@ -10,20 +10,21 @@ from collections.abc import Iterable, Mapping
 from importlib.metadata import version
 
 from colibri.v1 import node_pb2
-from engine_c import FORMATS, SessionOptions, isa_name
+from engine_c import FORMATS, KV_FORMATS, SessionOptions, isa_name
 from service.artifact import read_artifact
 from service.config import ConfigError
-from service.node.batches import Work
+from service.node.batches import BatchError, Work
 from service.node.config import NodeConfig
+from service.node.layers import LayerWork, Room, Rooms
+from service.wire import PROTOCOL
 from workers.keeping import Keep, Range, kept_ranges, left_out
 from workers.layout import Layout, LayoutError, read_digest, read_layout
 from workers.mapping import MADV_POPULATE_READ, PAGE, advise, mapped
 from workers.slot import SupervisorConfig
 from workers.team import Team, TeamConfig
 
-PROTOCOL = 1
-"""Of Experts.Execute with prepared rows; both sides must have the same."""
 _STARTS = 3  # tries of a worker within start_timeout
+_MAX_SEQS = 256  # of a session that runs layers; requests with more are cut
 _FORMAT_NAMES = {number: name for name, number in FORMATS.items()}
 
 
@@ -43,12 +44,14 @@ class Agent:
         self.instance = secrets.token_hex(8)
         self.draining = False
         self.not_held = 0  # pairs computed of experts that are not held
+        self.ranges = _check_ranges(config, len(self.layout.layers))
         layers = enumerate(self.layout.layers)
         self._held = {number: config.held(len(layer)) for number, layer in layers if len(layer) > 1} if not config.assignable else {}
         self._held = {number: experts for number, experts in self._held.items() if experts}
         self._changing = threading.Lock()
         self._computing = threading.Lock()
         self.team = Team.open(config.model, _team_config(config, self._held))
+        self.rooms = Rooms(self.team.session.options.kv_blocks if self.ranges else 0)
 
     def compute(self, work: Work) -> tuple[bytes | bytearray, int, int]:
         """The answer to a batch, nanoseconds it took, and those it waited for others before. EngineError."""
@@ -61,6 +64,28 @@ class Agent:
             self._count(work)
             answer = work.combine(outputs[0] if len(outputs) == 1 else b"".join(outputs), self.team.model.info.hidden)
             return answer, time.perf_counter_ns() - begun, begun - asked
+
+    def take_room(self, blocks: int, *, owner: str, instance: str) -> Room:
+        """KV blocks for a stream, after the batch that is computed. NoRoom."""
+        with self._computing:
+            return self.rooms.take(blocks, owner=owner, instance=instance)
+
+    def give_room(self, room: Room) -> None:
+        """They are nobody's again."""
+        with self._computing:
+            self.rooms.give(room)
+
+    def run_layers(self, work: LayerWork, room: Room) -> tuple[bytes, int, int]:
+        """The rows behind the layers, nanoseconds it took, and those it waited for others before. BatchError, EngineError."""
+        asked = time.perf_counter_ns()
+        with self._computing:
+            begun = time.perf_counter_ns()
+            if room.lost:  # a moment ago
+                raise BatchError("layers: another stream of the same front end has taken over the KV blocks of this one")
+            session, options = self.team.session, self.team.session.options
+            pieces = work.pieces(options.max_rows, options.max_seqs)
+            found = [session.run_layers(piece, work.first, work.end, x).tobytes() for piece, x in pieces]
+            return b"".join(found), time.perf_counter_ns() - begun, begun - asked
 
     def _count(self, work: Work) -> None:
         held = self._held.get(work.batch.layer, ())
@@ -98,8 +123,10 @@ class Agent:
 
     @property
     def share_bytes(self) -> int:
-        """Of the experts that are held."""
-        return sum(self.layout.layers[layer][expert].bytes for layer, experts in self._held.items() for expert in experts)
+        """Of the experts and layers that are held."""
+        experts = sum(self.layout.layers[layer][expert].bytes for layer, experts in self._held.items() for expert in experts)
+        whole = (extent for first, end in self.ranges for layer in self.layout.whole[first:end] for extent in layer)
+        return experts + sum(end - begin for begin, end in whole)
 
     def describe(self) -> node_pb2.NodeDescription:
         """What the node is and holds."""
@@ -124,6 +151,11 @@ class Agent:
         )
         for layer, experts in self._held.items():
             description.shares.add(layer=layer, experts=experts)
+        if self.ranges:
+            description.kv_blocks, description.kv_blocks_free = self.rooms.total, self.rooms.free
+            description.kv_format = self.config.kv_format
+        for first, end in self.ranges:
+            description.layer_ranges.add(first=first, end=end)
         return description
 
     def close(self) -> None:
@@ -142,14 +174,31 @@ def _read(config: NodeConfig) -> tuple[Layout, str]:
         os.close(fd)
 
 
+def _check_ranges(config: NodeConfig, layers: int) -> tuple[Range, ...]:
+    if config.ranges and config.ranges[-1][1] > layers:
+        raise ConfigError(f"layers {config.layers}: there is no layer {config.ranges[-1][1] - 1}, the model has {layers}, from 0 on")
+    return config.ranges
+
+
 def _team_config(config: NodeConfig, held: Mapping[int, tuple[int, ...]]) -> TeamConfig:
-    """A session without room for sequences. Nothing of the backbone is kept: no expert needs it."""
+    """For experts a session without room for sequences. Nothing of the backbone is kept, but of layers that are run whole."""
     experts = frozenset((layer, expert) for layer, own in held.items() for expert in own)
-    options = SessionOptions(max_rows=config.max_rows, max_seqs=1, max_logit_rows=1, kv_blocks=1, split_down=1, hang_ms=config.hang_ms)
+    seqs = min(_MAX_SEQS, config.max_rows) if config.layers else 1
+    options = SessionOptions(
+        max_rows=config.max_rows,
+        max_seqs=seqs,
+        max_logit_rows=seqs,
+        kv_blocks=0 if config.layers else 1,
+        kv_format=KV_FORMATS[config.kv_format],
+        split_down=1,
+        hang_ms=config.hang_ms,
+    )
     return TeamConfig(
         load_mode=config.load,
         placement="none",
-        keep=Keep(experts, backbone=False),
+        keep=Keep(experts, backbone=False, layers=config.ranges),
+        kv_bytes=config.kv_memory,
+        kv_layers=sum(end - first for first, end in config.ranges) or None,
         workers_per_node=config.workers_per_node,
         threads_per_worker=config.threads_per_worker,
         session=options,

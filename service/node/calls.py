@@ -24,6 +24,7 @@ from service.errors import DOMAIN, Refusal
 from service.node.agent import Agent, AssignError
 from service.node.batches import BatchError, check
 from service.node.hello import StreamRefused, batch_of, check_opening, failure_code
+from service.node.layers import NoRoom, Room, check_layers
 from service.node.metrics import NodeMetrics
 from service.wire import enclose
 
@@ -33,6 +34,8 @@ _SERVICE = pb.DESCRIPTOR.services_by_name["Experts"].full_name
 _RESULT = pb.ExecuteResponse.DESCRIPTOR.fields_by_name["result"].number
 _DATA = pb.ExpertResult.DESCRIPTOR.fields_by_name["data"].number
 _SAY_AGAIN = 60.0  # seconds
+Done = tuple[bytes | bytearray, int, int]
+"""An answer, the nanoseconds it was computed for, and those it waited before."""
 
 
 def refuse(context: grpc.ServicerContext, code: str, reason: str, sentence: str) -> NoReturn:
@@ -55,8 +58,8 @@ class NodeCalls:
         """Takes a share, if none was given by flag."""
         agent = self._agent
         if not agent.config.assignable:
-            given = f"experts {agent.config.experts}" if agent.config.experts else f"share {agent.config.share}"
-            refuse(context, "FAILED_PRECONDITION", "SHARE_GIVEN", f"this node was started with {given}; start it with share auto")
+            sentence = f"this node was started with {agent.config.given}; start it with share auto"
+            refuse(context, "FAILED_PRECONDITION", "SHARE_GIVEN", sentence)
         shares = {share.layer: tuple(share.experts) for share in request.shares}
         if len(shares) != len(request.shares):
             refuse(context, "INVALID_ARGUMENT", "BAD_SHARE", "shares: a layer is there more than once")
@@ -73,10 +76,11 @@ class NodeCalls:
 
 @dataclass(slots=True)
 class Stream:
-    """One front end's. prepared: whether it may send such rows."""
+    """One front end's. prepared: whether it may send such rows. room: its KV blocks, if it asked for any."""
 
     caller: str
     prepared: bool
+    room: Room | None = None
     complained: bool = False  # the log has its first failure; metrics count the others
 
 
@@ -111,14 +115,18 @@ class ExpertCalls:
             self.streams += taken
         if not taken:
             refuse(context, "RESOURCE_EXHAUSTED", "TOO_MANY_STREAMS", f"{self._agent.config.max_streams} streams are open already")
+        stream: Stream | None = None
         try:
             stream = self._open(next(requests, pb.ExecuteRequest()), context)
             yield pb.ExecuteResponse(opened=self._agent.describe()).SerializeToString()
             for request in requests:
-                yield self._answer(batch_of(request), stream)
+                layers = request.WhichOneof("kind") == "layers"
+                yield self._answer(request.layers if layers else batch_of(request), stream)
         except StreamRefused as refused:
             refuse(context, refused.code, refused.reason, str(refused))
         finally:
+            if stream is not None and stream.room is not None:
+                self._agent.give_room(stream.room)
             with self._lock:
                 self.streams -= 1
 
@@ -130,11 +138,12 @@ class ExpertCalls:
             refuse(context, "UNAVAILABLE", "DRAINING", "this node is draining: it takes no more streams")
         try:
             prepared = check_opening(request, model=agent.model_name, digest=agent.digest, here="this node")
+            room = self._room(opening, caller) if opening.kv_blocks else None
         except StreamRefused as refused:
             self._say_refused(opening, peer, str(refused))
             refuse(context, refused.code, refused.reason, str(refused))
-        log.info("%s has opened a stream", caller)
-        return Stream(caller, prepared)
+        log.info("%s has opened a stream%s", caller, f" with {room.blocks} KV blocks" if room else "")
+        return Stream(caller, prepared, room)
 
     def _say_refused(self, opening: pb.OpenStream, peer: str, sentence: str) -> None:
         """Once a minute for each reason: front ends look again every second."""
@@ -145,21 +154,48 @@ class ExpertCalls:
         if news:
             log.warning("refused %s (%s) at %s: %s", opening.front_end or "a caller", opening.version or "no version", host, sentence)
 
-    def _answer(self, message: pb.ExpertBatch, stream: Stream) -> bytes:
-        self._last = time.monotonic()
-        agent = self._agent
+    def _room(self, opening: pb.OpenStream, caller: str) -> Room:
+        agent, format_name = self._agent, self._agent.config.kv_format
+        if not agent.ranges:
+            sentence = f"kv_blocks: this node was started with {agent.config.given}: it runs no layers"
+            raise StreamRefused("FAILED_PRECONDITION", "NO_LAYERS", sentence)
+        if opening.kv_format != format_name:
+            theirs = opening.kv_format[:16] or "no format"
+            sentence = f"the caller has its KV cache in {theirs}, this node in {format_name}: set kv_format alike"
+            raise StreamRefused("FAILED_PRECONDITION", "KV_FORMAT_DIFFERS", sentence)
         try:
-            hidden, largest = agent.team.model.info.hidden, agent.config.max_message_bytes
-            work = check(message, hidden=hidden, experts_of=agent.experts_of, largest=largest, prepared=stream.prepared)
-            data, compute_ns, queue_ns = agent.compute(work)
+            return agent.take_room(opening.kv_blocks, owner=caller, instance=opening.instance)
+        except NoRoom as error:
+            raise StreamRefused("RESOURCE_EXHAUSTED", "KV_FULL", str(error)) from error
+
+    def _answer(self, message: pb.ExpertBatch | pb.LayerBatch, stream: Stream) -> bytes:
+        self._last = time.monotonic()
+        try:
+            done = self._experts(message, stream) if isinstance(message, pb.ExpertBatch) else self._layers(message, stream)
         except BatchError as error:
             return self._failed(stream, message.id, Code.INVALID_ARGUMENT, str(error))
         except EngineError as error:
             return self._failed(stream, message.id, failure_code(error), str(error))
         finally:
             self._last = time.monotonic()
-        self._metrics.computed(pairs=sum(message.counts), seconds=compute_ns / 1e9, waited=queue_ns / 1e9)
+        data, compute_ns, queue_ns = done
+        self._metrics.computed(seconds=compute_ns / 1e9, waited=queue_ns / 1e9)
         return enclose(_RESULT, pb.ExpertResult(id=message.id, compute_ns=compute_ns, queue_ns=queue_ns), _DATA, data)
+
+    def _experts(self, message: pb.ExpertBatch, stream: Stream) -> Done:
+        agent = self._agent
+        hidden, largest = agent.team.model.info.hidden, agent.config.max_message_bytes
+        done = agent.compute(check(message, hidden=hidden, experts_of=agent.experts_of, largest=largest, prepared=stream.prepared))
+        self._metrics.pairs(sum(message.counts))
+        return done
+
+    def _layers(self, message: pb.LayerBatch, stream: Stream) -> Done:
+        agent, info = self._agent, self._agent.team.model.info
+        work = check_layers(message, hidden=info.hidden, ranges=agent.ranges, context=info.max_context, room=stream.room)
+        assert stream.room is not None  # checked
+        done = agent.run_layers(work, stream.room)
+        self._metrics.hop(rows=len(work.x))
+        return done
 
     def _failed(self, stream: Stream, number: int, code: int, sentence: str) -> bytes:
         if not stream.complained:

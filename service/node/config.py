@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
+from engine_c.structs import KV_FORMATS
 from service.config import ConfigError, read_settings
+from service.spans import Range, parse_ranges
 
 _SPAN = re.compile(r"(\d+)(?:-(\d+))?")
 _SHARE = re.compile(r"(\d+)/(\d+)")
@@ -23,8 +25,9 @@ class NodeConfig:
 
     model: Path = Path()  # the container file
     name: str = ""  # stable name of this node; empty: the host's
-    experts: str = ""  # of every layer, as "0-31,40"; exactly one of this and
-    share: str = ""  # "2/4": the second quarter of every layer's experts; "auto": what front ends assign
+    experts: str = ""  # of every layer, as "0-31,40"; exactly one of this,
+    share: str = ""  # "2/4": the second quarter of every layer's experts; "auto": what front ends assign; and
+    layers: str = ""  # run whole, attention and KV cache included, as "16-31"
 
     host: str = "127.0.0.1"
     port: int = 50061  # 0: any free one
@@ -39,6 +42,8 @@ class NodeConfig:
     workers_per_node: int | None = None
     threads_per_worker: int | None = None
     max_rows: int = 512  # computed at a time; longer batches are cut
+    kv_memory: int | None = None  # bytes of KV cache for the layers, of all front ends together; None: planned
+    kv_format: str = "bf16"  # of that cache, as the front ends have it
     max_streams: int = 32  # front ends at once
     max_message_bytes: int = 256 << 20  # of a batch, and of its answer
     hang_ms: int = 1000
@@ -46,11 +51,16 @@ class NodeConfig:
     drain_grace: float = 30.0  # seconds that front ends may take to leave after SIGTERM
 
     def __post_init__(self) -> None:
-        if bool(self.experts) == bool(self.share):
-            raise ConfigError("give a node either experts, such as 0-31, or a share, such as 2/4 or auto")
+        if sum(map(bool, (self.experts, self.share, self.layers))) != 1:
+            raise ConfigError("give a node either experts, such as 0-31, a share, such as 2/4 or auto, or layers, such as 16-31")
+        _ = self.ranges
+        if self.kv_format not in KV_FORMATS:
+            raise ConfigError(f"kv_format is {self.kv_format!r}: it must be one of {', '.join(KV_FORMATS)}")
+        if self.kv_memory is not None and not self.layers:
+            raise ConfigError("kv_memory is for layers, which are not set")
         if self.experts:
             parse_experts(self.experts)
-        elif self.share != "auto":
+        elif self.share and self.share != "auto":
             parse_share(self.share)
         missing = [setting for setting in _TLS if not getattr(self, setting)]
         if missing and len(missing) < len(_TLS):
@@ -81,9 +91,23 @@ class NodeConfig:
         """The name told."""
         return self.name or socket.gethostname()
 
+    @property
+    def ranges(self) -> tuple[Range, ...]:
+        """Layers run whole. Raises ConfigError."""
+        try:
+            return parse_ranges(self.layers) if self.layers else ()
+        except ValueError as error:
+            raise ConfigError(f"layers {self.layers!r}: {error}") from error
+
+    @property
+    def given(self) -> str:
+        """What it was told to hold, in words."""
+        kinds = {"experts": self.experts, "share": self.share, "layers": self.layers}
+        return next(f"{kind} {value}" for kind, value in kinds.items() if value)
+
     def held(self, experts: int) -> tuple[int, ...]:
         """Of a layer of so many experts, those held from the start. Raises ConfigError."""
-        if self.assignable:
+        if self.assignable or self.layers:
             return ()
         if self.share:
             index, count = parse_share(self.share)

@@ -6,7 +6,7 @@ from google.rpc.code_pb2 import Code
 
 from colibri.v1 import experts_pb2 as pb
 from engine_c import EngineError
-from service.node.agent import PROTOCOL
+from service.wire import PROTOCOL
 
 _CODES = {"EINVAL": Code.INVALID_ARGUMENT, "ENOLANES": Code.UNAVAILABLE, "ENOMEM": Code.RESOURCE_EXHAUSTED}
 

@@ -106,9 +106,11 @@ class NodeServer:
             raise ConfigError(f"cannot listen on {address}: {error}; {remedy}") from error
 
     def _show(self, metrics: NodeMetrics, agent: Agent, calls: ExpertCalls, undo: contextlib.ExitStack) -> None:
-        metrics.watch("colibri_node_share_bytes", "Bytes of the experts held.", lambda: agent.share_bytes)
+        metrics.watch("colibri_node_share_bytes", "Bytes of the experts and layers held.", lambda: agent.share_bytes)
         metrics.watch("colibri_node_streams", "Front ends connected.", lambda: calls.streams)
         metrics.watch("colibri_node_not_held_pairs", "Pairs computed of experts that were not held.", lambda: agent.not_held)
+        metrics.watch("colibri_node_kv_blocks", "KV blocks there are.", lambda: agent.rooms.total)
+        metrics.watch("colibri_node_kv_blocks_held", "KV blocks that front ends have.", lambda: agent.rooms.total - agent.rooms.free)
         metrics.watch("colibri_node_lanes", "Threads that compute.", lambda: agent.team.plan.lanes)
         if self.config.metrics_port is None:
             return

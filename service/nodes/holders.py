@@ -41,9 +41,16 @@ class Table:
                     cells[layer][expert].append(holder.key)
         return cls(layers, experts, ordered, tuple(tuple(map(tuple, row)) for row in cells))
 
+    @property
+    def ranged(self) -> frozenset[int]:
+        """Layers that some node runs whole."""
+        return frozenset(layer for holder in self.holders for first, end in holder.ranges for layer in range(first, min(end, self.layers)))
+
     def uncovered(self, experts_of: Sequence[int]) -> list[tuple[int, int]]:
-        """Experts that no node holds. experts_of: how many each layer has; none, where it is dense."""
-        return [(layer, expert) for layer, count in enumerate(experts_of) for expert in range(count) if not self.rows[layer][expert]]
+        """Experts that no node holds, but of layers that one runs whole. experts_of: how many each layer has; none, where it is dense."""
+        ranged = self.ranged
+        rest = [(layer, count) for layer, count in enumerate(experts_of) if layer not in ranged]
+        return [(layer, expert) for layer, count in rest for expert in range(count) if not self.rows[layer][expert]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 import grpc
 
 from colibri.v1 import experts_pb2 as pb, node_pb2, node_pb2_grpc
+from service.wire import PROTOCOL
 
-PROTOCOL = 1
-"""Of Execute with prepared rows; both sides must have the same."""
 HELLO_S = 3.0
 """Seconds for a node to say what it is, or to take the stream."""
 _EXECUTE = f"/{pb.DESCRIPTOR.services_by_name['Experts'].full_name}/Execute"
 _ASSIGN = 120.0  # seconds for a node to read a new share
+_REFUSALS = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.RESOURCE_EXHAUSTED)  # of a stream that has not been taken
 _MESSAGE_BYTES = 1 << 30  # of a batch or its answer
 _OPTIONS: list[tuple[str, int | str]] = [
     ("grpc.max_receive_message_length", _MESSAGE_BYTES),
@@ -51,13 +51,17 @@ class Secrets:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What both sides must agree on, and what a node's log calls us."""
+    """What both sides must agree on, and what a node's log calls us. instance: of this process. kv_blocks, kv_format: of our KV cache, for
+    nodes that run layers whole."""
 
     front_end: str
     model: str
     digest: str
     version: str
     isa: str
+    instance: str = ""
+    kv_blocks: int = 0
+    kv_format: str = ""
 
     def why_not(self, node: node_pb2.NodeDescription) -> str:
         """Why a node must not compute for us, with the remedy; "" if it may."""
@@ -69,6 +73,15 @@ class Identity:
             return f"its model {node.model!r} has the digest {theirs}, ours {ours}: give both the same file"
         if node.isa != self.isa and not node.expert_format.startswith("int"):
             return f"it computes {node.expert_format} with {node.isa}, we with {self.isa}, so bits would differ: set COLIBRI_ISA alike"
+        return self._why_no_layers(node) if node.layer_ranges else ""
+
+    def _why_no_layers(self, node: node_pb2.NodeDescription) -> str:
+        if node.isa != self.isa:
+            return f"it runs layers with {node.isa}, we with {self.isa}, so bits would differ: set COLIBRI_ISA alike"
+        if node.kv_format != self.kv_format:
+            return f"its KV cache is in {node.kv_format}, ours in {self.kv_format}, so bits would differ: set kv_format alike"
+        if node.kv_blocks < self.kv_blocks:
+            return f"it has {node.kv_blocks} KV blocks, we have {self.kv_blocks}: give the node more kv_memory, or us less"
         return ""
 
 
@@ -83,6 +96,7 @@ class Link:
         self.key = key  # of this stream, once and never again
         self.description = node_pb2.NodeDescription()
         self.error = ""  # why we ended it ourselves
+        self.refused = False  # it ended the stream since it must not be used as it is
         self._channel = _channel(address, secrets)
         self._node = node_pb2_grpc.NodeStub(self._channel)
         self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
@@ -99,7 +113,15 @@ class Link:
 
     def open(self, identity: Identity, *, timeout: float | None = None) -> None:
         """Opens the stream; `read` then tells what the node says to it. timeout: seconds after which it ends by itself."""
-        opening = pb.OpenStream(model_digest=identity.digest, protocol=PROTOCOL, version=identity.version, front_end=identity.front_end)
+        opening = pb.OpenStream(
+            model_digest=identity.digest,
+            protocol=PROTOCOL,
+            version=identity.version,
+            front_end=identity.front_end,
+            kv_blocks=identity.kv_blocks if self.description.layer_ranges else 0,
+            kv_format=identity.kv_format,
+            instance=identity.instance,
+        )
         self._outgoing.put(pb.ExecuteRequest(open=opening).SerializeToString())
         with _in_words():
             execute: grpc.StreamStreamMultiCallable[bytes, pb.ExecuteResponse] = self._channel.stream_stream(
@@ -115,6 +137,7 @@ class Link:
                 told(response)
             return self.error or "it ended the stream"
         except grpc.RpcError as error:
+            self.refused = error.code() in _REFUSALS
             return self.error or _words(error)
 
     # ------------------------------------------------------------ any thread

@@ -16,6 +16,7 @@ from service.nodes.addresses import Place
 from service.nodes.holders import Holder
 from service.nodes.lifecycle import Life, State
 from service.nodes.link import HELLO_S, Identity, Link, Refused, Unreachable
+from service.spans import Range, show_ranges
 
 log = logging.getLogger("colibri.nodes")
 _GRIEVANCE_S = 1.0  # seconds for a node to hear, and to log, why it is refused
@@ -32,6 +33,9 @@ class Record:
     received_bytes: int = 0
     round_trip_s: float = 0.0
     compute_s: float = 0.0
+    hops: int = 0  # batches of layers it ran
+    hop_rows: int = 0  # rows of them, each as often as there were layers
+    hop_s: float = 0.0
     hedges: int = 0  # batches asked of another too, for it was slow
     failures: int = 0  # batches it did not answer rightly
     looks: deque[tuple[float, int]] = field(default_factory=deque)  # at the pairs, of the last minute; only the pool's thread adds any
@@ -53,6 +57,11 @@ class Record:
     def pair_s(self) -> float:
         """Seconds a pair has taken, on average."""
         return self.round_trip_s / self.pairs if self.pairs else 0.0
+
+    @property
+    def hop_row_s(self) -> float:
+        """Seconds a row has taken in a layer, on average."""
+        return self.hop_s / self.hop_rows if self.hop_rows else 0.0
 
 
 class Pool(Protocol):
@@ -89,6 +98,7 @@ class Member:
     description: node_pb2.NodeDescription = field(default_factory=node_pb2.NodeDescription)
     record: Record = field(default_factory=Record)
     held: frozenset[tuple[int, int]] = frozenset()
+    ranges: tuple[Range, ...] = ()  # of layers that it runs whole
     _told: int = 0  # times it was told what to hold, or said so
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _stopping: threading.Event = field(default_factory=threading.Event)
@@ -106,7 +116,7 @@ class Member:
         leaving = state is State.DRAINING and self.description.assignable
         if link is None or not (leaving or state is State.READY):
             return None
-        return Holder(link.key, self.name, self.held, leaving=leaving)
+        return Holder(link.key, self.name, self.held, self.ranges, leaving=leaving)
 
     def start(self) -> None:
         """Begins to reach it."""
@@ -152,7 +162,8 @@ class Member:
             self._told += 1
             self.description = description
             held = frozenset((share.layer, expert) for share in description.shares for expert in share.experts)
-            same, self.held = held == self.held, held
+            ranges = tuple((part.first, part.end) for part in description.layer_ranges)
+            same, self.held, self.ranges = (held, ranges) == (self.held, self.ranges), held, ranges
             draining = description.state == node_pb2.NODE_STATE_DRAINING
             if self.life.state is State.READY and draining:
                 self._say(State.DRAINING, "it is shutting down")
@@ -207,7 +218,8 @@ class Member:
                 self._open(link, response.opened)
 
         try:
-            raise Unreachable(link.read(told))
+            reason = link.read(told)
+            raise (Refused if link.refused and self.life.state is State.CONNECTING else Unreachable)(reason)
         finally:
             watch.cancel()
 
@@ -219,7 +231,8 @@ class Member:
         with self._lock:
             self.life.move(State.READY, time.monotonic())
         layers = len({layer for layer, _ in self.held})
-        log.info("node %s at %s computes for us: it holds %d experts of %d layers", self.name, self.place, len(self.held), layers)
+        what = f"runs layers {show_ranges(self.ranges)}" if self.ranges else f"holds {len(self.held)} experts of {layers} layers"
+        log.info("node %s at %s computes for us: it %s", self.name, self.place, what)
         self.pool.changed()
 
     def _give_up(self, reason: str, *, look: bool) -> None:

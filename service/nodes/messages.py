@@ -36,13 +36,15 @@ def _message(model: str, member: Member) -> pb.RemoteNode:
         isa=description.isa,
         lanes=description.lanes,
         share_bytes=description.share_bytes,
-        batches=record.batches,
-        rows=record.pairs,
+        batches=record.batches + record.hops,
+        rows=record.pairs + record.hop_rows,
         compute_ms=1e3 * record.compute_s,
-        round_trip_ms=1e3 * record.round_trip_s,
+        round_trip_ms=1e3 * (record.round_trip_s + record.hop_s),
         losses=life.losses,
         rows_per_second=record.rate,
     )
     for share in description.shares:
         message.shares.add(layer=share.layer, experts=share.experts)
+    for first, end in member.ranges:
+        message.layers.add(first=first, end=end)
     return message

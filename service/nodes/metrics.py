@@ -19,6 +19,7 @@ def node_families(nodes: Mapping[str, Nodes]) -> Iterator[Metric]:
         return
     ready = GaugeMetricFamily("colibri_node_ready", "Whether a node computes for us, 1 or 0.", labels=_LABELS)
     held = GaugeMetricFamily("colibri_node_experts", "Experts a node holds, over all layers.", labels=_LABELS)
+    layers = GaugeMetricFamily("colibri_node_layers", "Layers a node runs whole.", labels=_LABELS)
     held_bytes = GaugeMetricFamily("colibri_node_held_bytes", "Bytes of the experts a node holds.", labels=_LABELS)
     rate = GaugeMetricFamily("colibri_node_pairs_per_second", "Pairs a node computed a second, in the last minute.", labels=_LABELS)
     counters = {name: CounterMetricFamily(f"colibri_node_{name}", text, labels=_LABELS) for name, text in _COUNTERS.items()}
@@ -27,12 +28,13 @@ def node_families(nodes: Mapping[str, Nodes]) -> Iterator[Metric]:
             labels = [model, member.name]
             ready.add_metric(labels, member.life.state is State.READY)
             held.add_metric(labels, len(member.held))
+            layers.add_metric(labels, sum(end - first for first, end in member.ranges))
             held_bytes.add_metric(labels, member.description.share_bytes)
             rate.add_metric(labels, member.record.rate)
             for name, value in _values(member).items():
                 counters[name].add_metric(labels, value)
     yield ready
-    yield from (held, held_bytes, rate)
+    yield from (held, layers, held_bytes, rate)
     yield from counters.values()
     yield from _totals(nodes)
 
@@ -40,6 +42,9 @@ def node_families(nodes: Mapping[str, Nodes]) -> Iterator[Metric]:
 _COUNTERS = {
     "batches": "Batches answered.",
     "pairs": "Pairs of a row and an expert computed.",
+    "hops": "Batches of rows run through layers.",
+    "hop_rows": "Rows of them, each as often as there were layers.",
+    "hop_seconds": "Time from sending these to their answers.",
     "sent_bytes": "Bytes of rows sent.",
     "received_bytes": "Bytes of outputs received.",
     "round_trip_seconds": "Time from sending batches to their answers.",
@@ -55,6 +60,9 @@ def _values(member: Member) -> dict[str, float]:
     return {
         "batches": record.batches,
         "pairs": record.pairs,
+        "hops": record.hops,
+        "hop_rows": record.hop_rows,
+        "hop_seconds": record.hop_s,
         "sent_bytes": record.sent_bytes,
         "received_bytes": record.received_bytes,
         "round_trip_seconds": record.round_trip_s,
@@ -72,8 +80,8 @@ def _totals(nodes: Mapping[str, Nodes]) -> Iterator[Metric]:
     for model, theirs in nodes.items():
         totals = theirs.remote.totals
         fallback.add_metric([model], totals.fallback_pairs)
-        wait.add_metric([model], totals.wait_s)
-        dropped.add_metric([model], totals.dropped)
+        wait.add_metric([model], totals.wait_s + theirs.remote.hops.wait_s)
+        dropped.add_metric([model], totals.dropped + theirs.remote.hops.dropped)
     moves = CounterMetricFamily(
         "colibri_node_moves", "Experts moved, copied, or given up as copies, to even loads out.", labels=["model_name"]
     )

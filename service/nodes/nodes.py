@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 from functools import partial
 from importlib.metadata import version
@@ -14,6 +15,7 @@ from service.artifact import Artifact
 from service.config import ConfigError, ServeConfig
 from service.nodes.addresses import parse_places
 from service.nodes.balancing import NodeBalancer
+from service.nodes.legs import layers_of
 from service.nodes.link import Identity, Link, Secrets
 from service.nodes.member import Member
 from service.nodes.pool import NodePool, PoolConfig
@@ -55,20 +57,31 @@ class Nodes:
             self._keeper.close()
 
 
-def open_nodes(config: ServeConfig, artifact: Artifact, info: ModelInfo) -> Nodes:
+def open_nodes(config: ServeConfig, artifact: Artifact, info: ModelInfo, *, kv_blocks: int) -> Nodes:
     """Begins to look for the nodes of a model. ConfigError."""
-    if not artifact.routed_layers:
+    if config.layers_elsewhere and config.layers_elsewhere[-1][1] > info.layers:
+        raise ConfigError(f"nodes_layers is {config.nodes_layers}, but {artifact.path} has {info.layers} layers, from 0 on")
+    if not artifact.routed_layers and not config.nodes_layers:
         raise ConfigError(f"nodes is set, but {artifact.path} has no experts that nodes could compute: leave it out")
     places, by_name = parse_places(config.nodes)
     name = config.nodes_server_name or (places[0].host if by_name else "")
-    secrets, why_no_tls = _tls(config, name)
+    ours, why_no_tls = _tls(config, name)
     experts_of = tuple(info.experts if layer in artifact.routed_layers else 0 for layer in range(info.layers))
     pool = NodePool(
         PoolConfig(
             places=places,
             by_name=by_name,
-            identity=Identity(socket.gethostname(), artifact.name, _digest(artifact.path), version("colibri"), isa_name()),
-            dial=lambda address, key: Link(address, secrets, key),
+            identity=Identity(
+                socket.gethostname(),
+                artifact.name,
+                _digest(artifact.path),
+                version("colibri"),
+                isa_name(),
+                instance=secrets.token_hex(8),
+                kv_blocks=kv_blocks,
+                kv_format=config.kv_format,
+            ),
+            dial=lambda address, key: Link(address, ours, key),
             why_no_tls=why_no_tls,
             experts=info.experts,
             experts_of=experts_of,
@@ -86,6 +99,7 @@ def open_nodes(config: ServeConfig, artifact: Artifact, info: ModelInfo) -> Node
         all_here=config.nodes_local_experts == "all",
         timeout_s=config.nodes_timeout_ms / 1e3,
         hedge_s=config.nodes_hedge_ms / 1e3,
+        elsewhere=layers_of(config.layers_elsewhere),
     )
     here = config.nodes_local_experts == "all"
     expert_bytes = info.expert_bytes // max(1, sum(experts_of))

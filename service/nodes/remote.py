@@ -14,11 +14,15 @@ import numpy as np
 import numpy.typing as npt
 
 from colibri.v1 import experts_pb2 as pb
-from engine_c import RemoteExperts, RemoteLost
+from engine_c import RemoteExperts, RemoteLayers, RemoteLost
+from service.faults import LayersElsewhere
 from service.nodes.flight import Flight, Row, Sent
 from service.nodes.holders import Table
+from service.nodes.hops import Hops
+from service.nodes.legs import Leg, layers_of, plan_legs, show_layers
 from service.nodes.link import Link
 from service.nodes.pool import NodePool
+from service.request import Request
 from service.wire import enclose
 
 log = logging.getLogger("colibri.nodes")
@@ -34,8 +38,8 @@ _SLOW = 4.0  # times as long as pairs took on average
 class SetsRemote(Protocol):
     """The part of engine_c.Session that is told between steps."""
 
-    def set_remote(self, experts: npt.NDArray[np.bool_] | None) -> None:
-        """Which experts are computed elsewhere."""
+    def set_remote(self, experts: npt.NDArray[np.bool_] | None, layers: Sequence[tuple[int, int]] = ()) -> None:
+        """Which experts are computed elsewhere, and which layers whole."""
         ...
 
 
@@ -52,8 +56,19 @@ class RemoteTotals:
 class NodeRemote:
     """engine_c.Remote over a pool. `prepare` before every step."""
 
-    def __init__(self, pool: NodePool, *, hidden: int, fallback: bool, all_here: bool, timeout_s: float, hedge_s: float) -> None:
-        """fallback: experts that nobody holds are computed here; all_here: this process holds all and does its part."""
+    def __init__(
+        self,
+        pool: NodePool,
+        *,
+        hidden: int,
+        fallback: bool,
+        all_here: bool,
+        timeout_s: float,
+        hedge_s: float,
+        elsewhere: frozenset[int] = frozenset(),
+    ) -> None:
+        """fallback: what nobody holds is computed here; all_here: this process holds all and does its part. elsewhere: layers that without
+        fallback are never computed here."""
         self.totals = RemoteTotals()
         self._pool = pool
         self._hidden = hidden
@@ -62,6 +77,9 @@ class NodeRemote:
         self._timeout_s = timeout_s
         self._hedge_s = hedge_s
         self._ids = itertools.count(1)
+        self.hops = Hops(pool, self._ids, hidden=hidden, timeout_s=timeout_s)
+        self._elsewhere = elsewhere
+        self._kv_of: tuple[Leg, ...] = ()  # who has what was computed; the rest of it is here
         self._told: Table | None = None  # what the session was told
         self._missing = ""
         self._flight: Flight | None = None
@@ -74,15 +92,34 @@ class NodeRemote:
         table = self._pool.table
         return "" if self._fallback else self._uncovered(table)
 
-    def prepare(self, session: SetsRemote) -> None:
-        """Tells the session who is there. RemoteLost if some experts have nobody who computes them."""
+    @property
+    def whole_layers(self) -> frozenset[int]:
+        """Layers that nodes run whole at this moment. Any thread."""
+        return self._pool.table.ranged
+
+    def refusal(self, request: Request) -> LayersElsewhere | None:
+        """Why a request can't be computed as it is; None: it can. Any thread."""
+        if request.damping is None and not request.trace:
+            return None
+        layers = self.whole_layers
+        return LayersElsewhere(show_layers(layers), trace=request.trace) if layers else None
+
+    def prepare(self, session: SetsRemote) -> bool:
+        """Tells the session who is there. True if keys and values of what was computed before can't be used any more: some layers are
+        someone else's now. RemoteLost if some experts or layers have nobody who computes them."""
         table = self._pool.table
         if table is not self._told:
-            session.set_remote(self._mask(table))
-            self._told = table
+            legs = plan_legs(table.holders, table.layers, kept=self.hops.legs)
+            session.set_remote(self._mask(table), [(leg.first, leg.end) for leg in legs])
+            self._told, self.hops.legs = table, legs
             self._missing = "" if self._fallback else self._uncovered(table)
         if self._missing:
             raise RemoteLost(self._missing)
+        if self.hops.legs == self._kv_of:
+            return False
+        self._kv_of = self.hops.legs
+        log.info("layers run by nodes from here on: %s", show_layers(table.ranged) or "none")
+        return True
 
     def _mask(self, table: Table) -> npt.NDArray[np.bool_]:
         experts_of = self._pool.config.experts_of
@@ -93,14 +130,23 @@ class NodeRemote:
 
     def _uncovered(self, table: Table) -> str:
         lacking = table.uncovered(self._pool.config.experts_of)
-        if not lacking:
+        whole = layers_of(span for member in self._pool.members.values() for span in member.ranges)  # of nodes that are lost too
+        layers = {*(layer for layer, _ in lacking if layer in whole), *(self._elsewhere - table.ranged)}
+        if layers:
+            what = f"no node runs layers {show_layers(layers)}"
+        elif lacking:
+            layer, expert = lacking[0]
+            what = f"no node holds expert {expert} of layer {layer}" + (f" and {len(lacking) - 1} more" if len(lacking) > 1 else "")
+        else:
             return ""
-        layer, expert = lacking[0]
-        more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
         states = [f"{m.name} is {m.life.state.value}{': ' + m.life.reason if m.life.reason else ''}" for m in self._pool.members.values()]
-        return f"no node holds expert {expert} of layer {layer}{more}; {'; '.join(states) or 'no node has been found'}"
+        return f"{what}; {'; '.join(states) or 'no node has been found'}"
 
     # ------------------------------------------------------------ a step
+
+    def run_layers(self, call: RemoteLayers) -> None:
+        """Has layers run. RemoteLost."""
+        self.hops.run(call)
 
     def send(self, call: RemoteExperts) -> None:
         """Hands batches out; returns at once."""

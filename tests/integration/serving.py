@@ -61,8 +61,8 @@ class Gate:
             raise error
         return self._session.step(work, tell=tell, remote=remote)
 
-    def set_remote(self, experts: npt.NDArray[np.bool_] | None) -> None:
-        self._session.set_remote(experts)
+    def set_remote(self, experts: npt.NDArray[np.bool_] | None, layers: Sequence[tuple[int, int]] = ()) -> None:
+        self._session.set_remote(experts, layers)
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._session, name)

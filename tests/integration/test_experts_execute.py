@@ -19,6 +19,7 @@ from colibri.v1 import experts_pb2 as pb, experts_pb2_grpc
 from engine_c import Session, SessionOptions
 from engine_c.remote import ExpertBatch
 from service.client import generate_request
+from service.wire import PROTOCOL
 from tests.integration.serving import PATIENCE, Serving, fields_at_fault, reason, serving, until
 
 LAYER, EXPERTS, COUNTS = 1, (0, 2, 3), (70, 1, 90)
@@ -69,7 +70,7 @@ def computed_here(server: Serving, kind: str = "f32", data: bytes | None = None)
 
 def test_a_batch_that_is_cut_into_pieces_has_the_bits_of_the_whole(server: Serving) -> None:
     opened, answer = execute(server, opening(), batch(server))
-    assert (opened.opened.protocol, opened.opened.hidden) == (1, server.server.default.model.info.hidden)
+    assert (opened.opened.protocol, opened.opened.hidden) == (PROTOCOL, server.server.default.model.info.hidden)
     assert len(opened.opened.model_digest) == 64
     assert list(opened.opened.shares) == []
     assert (answer.result.id, answer.result.data) == (5, computed_here(server))
@@ -82,7 +83,7 @@ def test_rows_may_be_bf16_and_for_the_same_model_prepared(server: Serving) -> No
     assert answer.result.data == computed_here(server, "bf16", halves)
     _, refused = execute(server, opening(), batch(server, dtype=pb.DATA_TYPE_PREPARED))
     assert "PREPARED" in refused.failed.message
-    whole = opening(protocol=1, model_digest=opened.opened.model_digest)
+    whole = opening(protocol=PROTOCOL, model_digest=opened.opened.model_digest)
     size = server.server.default.team.session._row_bytes[LAYER]
     prepared = np.random.default_rng(3).integers(0, 60, (ROWS, size), np.uint8).tobytes()
     _, answer = execute(server, whole, batch(server, dtype=pb.DATA_TYPE_PREPARED, data=prepared))
@@ -112,7 +113,7 @@ def test_a_batch_at_fault_fails_alone(server: Serving, changes: dict[str, object
 def test_prepared_rows_of_another_length_are_the_callers_mistake(server: Serving) -> None:
     digest = execute(server, opening())[0].opened.model_digest
     wrong = batch(server, dtype=pb.DATA_TYPE_PREPARED, data=bytes(ROWS * 8))
-    _, failed = execute(server, opening(protocol=1, model_digest=digest), wrong)
+    _, failed = execute(server, opening(protocol=PROTOCOL, model_digest=digest), wrong)
     assert failed.failed.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
 
 

@@ -23,6 +23,7 @@ from engine_c import Model, Session, SessionOptions
 from engine_c.remote import ExpertBatch
 from ops.bench.shapes import parse_shape
 from ops.random_model import make_model
+from service.wire import PROTOCOL
 from tests.integration.serving import PATIENCE, ROOT, until
 
 INVALID = 3  # google.rpc.Code
@@ -104,7 +105,7 @@ def computed_here(path: Path) -> tuple[bytes, int]:
 
 def test_it_says_what_it_is_and_holds(node: Node) -> None:
     said = node.describe()
-    assert (said.name, said.protocol, said.state, said.assignable) == ("n", 1, node_pb2.NODE_STATE_READY, False)
+    assert (said.name, said.protocol, said.state, said.assignable) == ("n", PROTOCOL, node_pb2.NODE_STATE_READY, False)
     assert len(said.model_digest) == 64
     assert said.instance
     assert said.share_bytes > 0

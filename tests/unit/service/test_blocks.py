@@ -32,6 +32,20 @@ def test_a_released_prefix_is_found_again_and_costs_nothing() -> None:
     pool.check_integrity([shared])
 
 
+def test_what_is_forgotten_is_not_found_again() -> None:
+    pool = BlockPool(4)
+    table = computed(pool, sequence(1, 2, 3))
+    with pytest.raises(IntegrityError, match="3 KV blocks are held"):
+        pool.forget()
+    pool.release(table)
+    pool.forget()
+    assert pool.lookup([*sequence(1, 2), 9]).blocks == []
+    assert pool.stats().free == 4
+    pool.check_integrity([])
+    again = computed(pool, sequence(1, 2))
+    assert pool.lookup([*sequence(1, 2), 9]).blocks == again.blocks
+
+
 def test_at_least_one_token_is_left_to_compute() -> None:
     pool = BlockPool(4)
     computed(pool, sequence(1, 2))

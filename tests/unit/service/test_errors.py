@@ -26,6 +26,8 @@ CASES = [
     (faults.NodesLost(ran=False, sentence="none left"), grpc.StatusCode.UNAVAILABLE, {"RetryInfo", "ErrorInfo"}),
     (faults.WorkersLost(ran=True, sentence="none left"), grpc.StatusCode.ABORTED, {"ErrorInfo"}),
     (faults.NodesLost(ran=True, sentence="none left"), grpc.StatusCode.ABORTED, {"ErrorInfo"}),
+    (faults.LayersElsewhere("0-15", trace=False), grpc.StatusCode.FAILED_PRECONDITION, {"ErrorInfo"}),
+    (faults.StreamMisfit("NOT_FOUND", "NO_SUCH_MODEL", "not here"), grpc.StatusCode.NOT_FOUND, {"ErrorInfo"}),
     (faults.EngineFault("NUMERIC", "a NaN"), grpc.StatusCode.INTERNAL, {"ErrorInfo"}),
     (faults.OperatorFault("ALREADY_EXISTS", "MODEL_NAME_TAKEN", "taken", model="m"), grpc.StatusCode.ALREADY_EXISTS, {"ErrorInfo"}),
     (KeyError("a bug"), grpc.StatusCode.INTERNAL, {"ErrorInfo"}),

@@ -451,6 +451,18 @@ class Life(RuleBasedStateMachine):
         else:
             self.told(self.scheduler.fail(plan, lambda _: EngineFault("TEST", "injected")))
 
+    @rule(refuse=st.booleans())
+    def lose_everything_computed(self, refuse: bool) -> None:
+        """In the midst of a step or between two."""
+        plan, self.plan = self.plan, None
+        if plan is not None:
+            self.scheduler.revert(plan)
+        self.memory = Memory()
+        fault = EngineFault("TEST", "can't be had any more")
+        self.told(self.scheduler.start_over(lambda r: fault if refuse and r.damping is not None else None))
+        assert self.scheduler.pool.stats().free == self.scheduler.pool.total
+        assert not (refuse and any(r.damping for r in self.live.values()))
+
     @rule(which=st.integers(0, 50))
     def abort(self, which: int) -> None:
         if self.live:

@@ -67,6 +67,36 @@ def test_nothing_but_the_backbone_is_copied_for_who_computes_no_experts(tiny_mod
         assert read(image.parts_for(None)) == tiny_model.read_bytes()
 
 
+@pytest.mark.parametrize("layers", [((1, 2),), ((0, 1), (2, 3)), ((0, 3),)])
+def test_layers_are_kept_whole_or_left_out_whole(tiny_model: Path, layers: tuple[tuple[int, int], ...]) -> None:
+    layout = layout_of(tiny_model)
+    numbers = {number for first, end in layers for number in range(first, end)}
+    within_layers = [extent for number in numbers for extent in layout.whole[number]]
+    size = sum(end - begin for begin, end in within_layers)
+    own = kept_ranges(layout, Keep(backbone=False, layers=layers))
+    assert all(any(begin <= first and last <= end for begin, end in own) for first, last in within_layers)
+    assert size <= sum(end - begin for begin, end in own) <= size + 2 * PAGE * len(within_layers)
+    rest = kept_ranges(layout, Keep(but=layers))
+    outside = left_out(kept_ranges(layout, Keep()), rest)
+    assert outside  # less is kept than of a backbone with these layers
+    others = [extent for number in {0, 1, 2} - numbers for extent in _backbone(layout, number)]
+    assert not any(begin < last and first < end for begin, end in outside for first, last in others)
+    with open_image(tiny_model, mode="memfd", placement="none", keep=Keep(backbone=False, layers=layers)) as image:
+        assert read(image.parts_for(None)) == tiny_model.read_bytes()
+        Model.open_parts(image.parts_for(None)).close()
+
+
+def _backbone(layout: Layout, layer: int) -> list[tuple[int, int]]:
+    """A layer's tensors but the experts."""
+    experts = {expert.gate_up.offset for expert in layout.layers[layer]}
+    return [(begin, end) for begin, end in layout.whole[layer] if begin not in experts]
+
+
+def test_layers_that_are_not_there_are_refused(tiny_model: Path) -> None:
+    with pytest.raises(SegmentError, match="there is no layer 3 in it: it has 3"):
+        open_image(tiny_model, mode="memfd", keep=Keep(backbone=False, layers=((2, 4),)))
+
+
 def test_a_share_of_nothing_is_the_file(tiny_model: Path) -> None:
     with open_image(tiny_model, mode="memfd", keep=Keep(backbone=False)) as image:
         assert image.mode == "map"
