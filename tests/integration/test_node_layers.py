@@ -81,28 +81,29 @@ def nodes_of(front: Serving) -> Nodes:
     return nodes
 
 
-def generate(target: str, prompt: range, tokens: int) -> list[int]:
-    with Client(target, timeout=PATIENCE) as client:
-        answer = client.complete(generate_request(tokens=prompt, max_tokens=tokens, temperature=0.0, ignore_eos=True))
-        return list(answer.token_ids)
+def generate(client: Client, prompt: range, tokens: int) -> list[int]:
+    answer = client.complete(generate_request(tokens=prompt, max_tokens=tokens, temperature=0.0, ignore_eos=True))
+    return list(answer.token_ids)
 
 
 @contextlib.contextmanager
 def streams(target: str) -> Iterator[list[list[int]]]:
     """Long answers to all prompts, at once, under way; whole at the end."""
     found: list[list[int]] = [[] for _ in PROMPTS]
+    with Client(target, timeout=PATIENCE) as client:
+        client.wait_ready(PATIENCE)  # so that they begin together
 
-    def one(index: int) -> None:
-        found[index] = generate(target, PROMPTS[index], LONG)
+        def one(index: int) -> None:
+            found[index] = generate(client, PROMPTS[index], LONG)
 
-    threads = [threading.Thread(target=one, args=(index,)) for index in range(len(PROMPTS))]
-    for thread in threads:
-        thread.start()
-    try:
-        yield found
-    finally:
+        threads = [threading.Thread(target=one, args=(index,)) for index in range(len(PROMPTS))]
         for thread in threads:
-            thread.join(PATIENCE)
+            thread.start()
+        try:
+            yield found
+        finally:
+            for thread in threads:
+                thread.join(PATIENCE)
 
 
 def in_the_midst(front: Serving, steps: int = 40) -> None:
@@ -113,7 +114,7 @@ def in_the_midst(front: Serving, steps: int = 40) -> None:
     assert front.stats().running == len(PROMPTS)
 
 
-LONG = 250
+LONG = 350
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +126,7 @@ def expected(model: Path) -> list[Told]:
 @pytest.fixture(scope="module")
 def long_answers(model: Path) -> list[list[int]]:
     with serving(model) as here:
-        return [generate(here.target, prompt, LONG) for prompt in PROMPTS]
+        return [generate(here.client, prompt, LONG) for prompt in PROMPTS]
 
 
 def test_layers_on_nodes_change_no_bit_and_cost_two_hops_a_step(
@@ -174,14 +175,18 @@ def test_without_a_node_its_layers_are_run_here_until_it_is_back(
             node.signal(signal.SIGCONT)
 
 
-@pytest.mark.parametrize("name", HALVES)
-def test_a_node_that_comes_back_empty_costs_no_token(cluster: Cluster, long_answers: list[list[int]], name: str) -> None:
+@pytest.mark.parametrize(("name", "how"), [("low", signal.SIGKILL), ("high", signal.SIGKILL), ("high", signal.SIGTERM)])
+def test_a_node_that_comes_back_empty_costs_no_token(
+    cluster: Cluster, long_answers: list[list[int]], name: str, how: signal.Signals
+) -> None:
     node = cluster.nodes[name]
     with cluster.over(*HALVES, nodes_fallback="off", lane_grace=PATIENCE) as front:
         wait_ready(front, *HALVES)
         with streams(front.target) as answers:
             in_the_midst(front)
-            node.kill()
+            node.signal(how)
+            assert node.popen is not None
+            node.popen.wait(PATIENCE)
             node.start()
         assert answers == long_answers
         assert front.stats().preemptions >= len(PROMPTS)
@@ -200,7 +205,7 @@ def test_prefixes_that_were_on_a_lost_node_are_not_reused(cluster: Cluster, long
                 until(lambda: nodes_of(front).pool.table.ranged == {2, 3}, "the loss is seen")
                 wait_ready(front, *HALVES)
             before = front.stats().pool.hit_tokens
-            assert generate(front.target, PROMPTS[longest], LONG) == long_answers[longest]
+            assert generate(front.client, PROMPTS[longest], LONG) == long_answers[longest]
         assert front.stats().pool.hit_tokens > before  # the last request found what the one after the restart had left
 
 
@@ -234,7 +239,7 @@ def test_without_node_and_file_calls_end_typed(cluster: Cluster, long_answers: l
         assert "no node runs layers 2-3" in (lost.value.details() or "")
         node.start()
         wait_ready(front, *HALVES)
-        assert generate(front.target, PROMPTS[0], LONG) == long_answers[0]
+        assert generate(front.client, PROMPTS[0], LONG) == long_answers[0]
 
 
 def test_layers_on_one_node_and_experts_of_the_others_on_another(cluster: Cluster, long_answers: list[list[int]]) -> None:
@@ -306,7 +311,7 @@ def test_requests_under_way_that_cannot_go_on_when_layers_go_to_nodes_end_typed(
         node.start()
         wait_ready(front, "low")
         front.gate.open()
-        assert generate(front.target, PROMPTS[0], LONG) == long_answers[0]
+        assert generate(front.client, PROMPTS[0], LONG) == long_answers[0]
         thread.join(PATIENCE)
         assert reason(damped[0]) == "LAYERS_ELSEWHERE"
 
@@ -333,10 +338,10 @@ def test_a_node_whose_blocks_others_have_is_refused_until_they_are_free(cluster:
             (member,) = nodes_of(second).members
             until(lambda: member.life.state is State.REFUSED, "the other is refused")
             assert "of this node's" in member.life.reason
-            assert generate(second.target, PROMPTS[0], LONG) == long_answers[0]
-            assert generate(first.target, PROMPTS[0], LONG) == long_answers[0]
+            assert generate(second.client, PROMPTS[0], LONG) == long_answers[0]
+            assert generate(first.client, PROMPTS[0], LONG) == long_answers[0]
         wait_ready(other, "low")
-        assert generate(other.target, PROMPTS[0], LONG) == long_answers[0]
+        assert generate(other.client, PROMPTS[0], LONG) == long_answers[0]
 
 
 def opening(**fields: object) -> experts_pb2.ExecuteRequest:
