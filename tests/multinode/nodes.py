@@ -14,7 +14,7 @@ from colibri.v1 import node_pb2, node_pb2_grpc, operator_pb2 as op, operator_pb2
 from tests.fault.harness import limit, wait_for
 from tests.multinode.cluster import Cluster
 from tests.multinode.net import Network, Place
-from tests.multinode.processes import PORT, START_S, Process, wait_healthy
+from tests.multinode.processes import PORT, QUIET_SERVER, START_S, Process, wait_healthy
 
 
 @dataclass
@@ -92,7 +92,7 @@ class Nodes(Cluster):
         socket, operators = self.folder / f"{stem}.sock", self.folder / f"{stem}-op.sock"
         spec = nodes if isinstance(nodes, str) else ",".join(f"{place.address}:{PORT}" for place in nodes)
         command = [sys.executable, "-m", "ops.cli", "serve", str(model), "--unix-socket", str(socket), "--operator-socket", str(operators)]
-        settings = {"NODES": spec, "NODES_INSECURE": "on"} | environ
+        settings = QUIET_SERVER | {"NODES": spec, "NODES_INSECURE": "on"} | environ
         front = FrontEnd(
             self.network.place(name), command, self.folder / f"{stem}.log", settings, target=f"unix:{socket}", operators=f"unix:{operators}"
         )

@@ -18,8 +18,10 @@ from tests.multinode.net import Place
 
 START_S = 30
 PORT = 50061
-QUIET = {"LOAD": "map", "WORKERS_PER_NODE": "0", "KV_MEMORY": "16M"}
+QUIET = {"LOAD": "map", "WORKERS_PER_NODE": "0"}
 """Settings of small processes that start fast; the tests about memory have others."""
+QUIET_SERVER = {"KV_MEMORY": "16M"}
+"""Of servers beside."""
 
 
 @dataclass

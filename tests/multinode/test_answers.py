@@ -34,6 +34,8 @@ class Thirds:
 
 def begin(nodes: Nodes, model: Path) -> Thirds:
     made = [nodes.node(name, "--share", f"{i}/3", model=model, wait=False) for i, name in enumerate(NAMES, 1)]
+    for node in made:
+        node.wait_ready()
     front = nodes.front([node.place for node in made], model=model, wait=False, NODES_FALLBACK="off")
     front.wait_ready()
     front.wait_nodes(*NAMES)

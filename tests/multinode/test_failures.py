@@ -48,6 +48,8 @@ def setting(folder: Path, model: Path, experts: dict[str, str], **settings: str)
     """In a network of its own. settings: of `front`."""
     with net.network(folder) as network, nodes_of(network, folder) as made:
         nodes = {name: made.node(name, "--experts", held, model=model, wait=False) for name, held in experts.items()}
+        for node in nodes.values():
+            node.wait_ready()
         places = [node.place for node in nodes.values()]
         front = made.front(places, model=model, wait=False, **QUICK, **settings)
         strict = made.front(places, model=model, wait=False, name="strict", NODES_FALLBACK="off", LANE_GRACE="30", **QUICK)
