@@ -1,6 +1,9 @@
 """The engine: a mixture-of-experts transformer for CPUs, in C, with this typed wrapper. Imports the standard library and cffi only."""
 
-from engine_c.engine import OPERATIONS, Model, Session, Worker, isa_available, isa_name, isa_select, session_bytes, version
+from engine_c.engine import Session, session_bytes
+from engine_c.lanes import Worker
+from engine_c.library import OPERATIONS, isa_available, isa_name, isa_select, version
+from engine_c.model import Model
 from engine_c.remote import ExpertBatch, LayersRemote, Remote, RemoteExperts, RemoteLayers, RemoteLost, RowsKind
 from engine_c.route import Routed, Router, route_logits
 from engine_c.routing import RUN_BUCKETS, Damping, Routes, Telemetry

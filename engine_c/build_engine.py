@@ -34,13 +34,11 @@ PREAMBLE = """
 #pragma GCC diagnostic ignored "-Wunused-parameter"
 #pragma GCC diagnostic ignored "-Wmissing-field-initializers"
 #pragma GCC diagnostic ignored "-Wunused-function"
-#include <unistd.h>
 #include "colibri.h"
 
 static int colibri_front_step(int tell, colibri_session *session, const colibri_batch *batch, colibri_row_result *results,
                               int32_t *seq_status, colibri_step_stats *stats, colibri_error *err) {
-  const uint64_t one = 1;
-  if (tell >= 0 && write(tell, &one, sizeof one) != sizeof one) { /* full: its reader has yet to see the last writes */ }
+  colibri_session_tell(session, tell);
   return colibri_step(session, batch, results, seq_status, stats, err);
 }
 """

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from engine_c._engine import ffi, lib
-from engine_c.engine import fail
+from engine_c.library import fail
 from engine_c.routing import Damping
 
 if TYPE_CHECKING:

@@ -1,163 +1,25 @@
-"""Typed wrapper of the C engine: Model, Session, Worker. Every call that computes or waits releases the GIL."""
+"""Typed wrapper of the C engine's session. Every call that computes or waits releases the GIL."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from engine_c._engine import ffi, lib
 from engine_c.batch import BatchBuffers
+from engine_c.lanes import Lanes
+from engine_c.library import fail
+from engine_c.model import Model
 from engine_c.remote import ROWS_KINDS, ExpertBatch, LayersRemote, Remote, RemoteExperts, RowsKind, layers_of
 from engine_c.routing import Routes, Telemetry, empty_telemetry
-from engine_c.structs import EngineError, ModelInfo, Part, PathLike, SeqResult, SeqWork, SessionOptions, StepStats
+from engine_c.structs import EngineError, SeqResult, SeqWork, SessionOptions, StepStats
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from engine_c._engine import Error, Pointer
-
-
-def fail(err: Error) -> EngineError:
-    """The exception for what the library wrote into err."""
-    return EngineError(err.code, ffi.string(err.message).decode("utf-8", "replace"))
-
-
-def text(pointer: Pointer) -> str:
-    """A const char * of the library."""
-    return ffi.string(pointer).decode()
-
-
-OPERATIONS: tuple[str, ...] = tuple(text(lib.colibri_operation_name(i)) for i in range(lib.COLIBRI_OPS))
-"""Names of what a step is made of, by enum colibri_operation."""
-
-
-def version() -> str:
-    """The engine's version."""
-    return text(lib.colibri_version())
-
-
-def isa_select(name: str | None) -> None:
-    """Selects this process's kernels; None takes COLIBRI_ISA or the best there is. EngineError EUNSUPPORTED."""
-    err = ffi.new("colibri_error *")
-    if lib.colibri_isa_select(ffi.NULL if name is None else name.encode(), err):
-        raise fail(err)
-
-
-def isa_name() -> str:
-    """The selected instruction set."""
-    return text(lib.colibri_isa_name())
-
-
-def isa_available() -> tuple[str, ...]:
-    """Every instruction set this CPU runs, best first."""
-    return tuple(text(lib.colibri_isa_available()).split(","))
-
-
-class _Handle:
-    """An object of the library, freed once: by close(), or with the last reference to it."""
-
-    _kind = "object"
-
-    def __init__(self, pointer: Pointer, destructor: object) -> None:
-        self._owned: Pointer | None = ffi.gc(pointer, destructor)
-
-    @property
-    def _pointer(self) -> Pointer:
-        pointer = self._owned
-        if pointer is None:
-            raise EngineError(lib.COLIBRI_ESTATE, f"the {self._kind} is closed")
-        return pointer
-
-    @property
-    def closed(self) -> bool:
-        """Whether close() was called."""
-        return self._owned is None
-
-    def close(self) -> None:
-        """Frees it; a second call does nothing."""
-        pointer, self._owned = self._owned, None
-        if pointer is not None:
-            ffi.release(pointer)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-class Model(_Handle):
-    """An opened container: immutable, for any number of threads. Close it after the sessions and workers that use it."""
-
-    _kind = "model"
-
-    def __init__(self, pointer: Pointer) -> None:
-        super().__init__(pointer, lib.colibri_model_close)
-        struct = lib.colibri_model_get_info(pointer)
-        self.info = ModelInfo(**{name: getattr(struct, name) for name in ModelInfo.__slots__})
-        self.users = 0
-
-    @classmethod
-    def open(cls, path: PathLike) -> Self:
-        """Opens a container file. EngineError EIO, EFORMAT, EUNSUPPORTED or ENOMEM."""
-        out, err = ffi.new("colibri_model **"), ffi.new("colibri_error *")
-        if lib.colibri_model_open(os.fsencode(path), out, err):
-            raise fail(err)
-        return cls(out[0])
-
-    @classmethod
-    def from_fd(cls, fd: int) -> Self:
-        """Opens a container through a descriptor, which stays the caller's."""
-        out, err = ffi.new("colibri_model **"), ffi.new("colibri_error *")
-        if lib.colibri_model_open_fd(fd, out, err):
-            raise fail(err)
-        return cls(out[0])
-
-    @classmethod
-    def open_parts(cls, parts: Sequence[Part]) -> Self:
-        """Opens a container whose parts, ascending and without gap, lie in descriptors that stay the caller's. EngineError also EINVAL."""
-        out, err = ffi.new("colibri_model **"), ffi.new("colibri_error *")
-        array = ffi.new("colibri_part[]", [(part.fd, part.node, part.offset, part.bytes) for part in parts])
-        if lib.colibri_model_open_parts(array, len(parts), out, err):
-            raise fail(err)
-        return cls(out[0])
-
-    def place(self, layer: int, expert: int, nodes: Sequence[int]) -> None:
-        """Says on which nodes an expert, and each copy of it, lies: its tasks are then at home there. EngineError EINVAL, EUNSUPPORTED."""
-        err = ffi.new("colibri_error *")
-        if lib.colibri_model_place(self._pointer, layer, expert, ffi.new("int32_t[]", list(nodes)), len(nodes), err):
-            raise fail(err)
-
-    def remap(self, part: Part) -> None:
-        """Maps a part's bytes, in this process, from its descriptor, which stays the caller's and must hold the same bytes: others may read
-        them meanwhile. EngineError EINVAL, EIO, EFORMAT, ENOMEM."""
-        err = ffi.new("colibri_error *")
-        if lib.colibri_model_remap(self._pointer, ffi.new("colibri_part[]", [(part.fd, part.node, part.offset, part.bytes)]), err):
-            raise fail(err)
-
-    def close(self) -> None:
-        """Unmaps the container. EngineError ESTATE while a session or worker uses it."""
-        if self.users and not self.closed:
-            raise EngineError(lib.COLIBRI_ESTATE, f"the model is used by {self.users} open sessions or workers: close them first")
-        super().close()
-
-
-class _User(_Handle):
-    """What needs a model to stay open."""
-
-    def __init__(self, pointer: Pointer, destructor: object, model: Model) -> None:
-        super().__init__(pointer, destructor)
-        self.model = model
-        model.users += 1
-
-    def close(self) -> None:
-        """Frees it; a second call does nothing."""
-        if not self.closed:
-            super().close()
-            self.model.users -= 1
+    from engine_c._engine import Pointer
 
 
 def session_bytes(model: Model, options: SessionOptions) -> int:
@@ -168,7 +30,7 @@ def session_bytes(model: Model, options: SessionOptions) -> int:
     return count
 
 
-class Session(_User):
+class Session(Lanes):
     """The front end's side of a team. One thread steps it; the lane_* calls may come from any thread while it is open."""
 
     _kind = "session"
@@ -177,8 +39,7 @@ class Session(_User):
         out, err = ffi.new("colibri_session **"), ffi.new("colibri_error *")
         if lib.colibri_session_open(model._pointer, ffi.new("colibri_session_options *", options.as_tuple()), out, err):
             raise fail(err)
-        super().__init__(out[0], lib.colibri_session_close, model)
-        self.options = options
+        super().__init__(out[0], lib.colibri_session_close, model, options)
         self.team_fd = lib.colibri_session_team_fd(out[0])
         self.arena_fd = lib.colibri_session_arena_fd(out[0])
         self._buffers = BatchBuffers(options, model.info.layers)
@@ -190,8 +51,8 @@ class Session(_User):
     ) -> tuple[list[SeqResult], StepStats]:
         """Runs all layers for one batch, results in its order. On EngineError only KV of earlier steps' positions may be used.
 
-        tell >= 0: an eventfd to write to as the step begins. From Python it could not be done so late: who waits for it would take the
-        interpreter, and the step would begin only when it gives it back.
+        tell >= 0: an eventfd to write to once the first layer's experts are under way. From Python it could not be done so late: who waits
+        for it would take the interpreter, and the step would begin only when it gives it back.
         remote: who has the experts and layers of set_remote computed; its RemoteLost gives the step up.
         """
         buffers = self._buffers
@@ -347,46 +208,6 @@ class Session(_User):
             raise fail(err)
         return counts
 
-    def lane_bind(self, lane: int, *, pid: int, pidfd: int) -> None:
-        """Binds an EMPTY or DEAD lane to the process that will run it, before it attaches; pidfd -1: a thread of this process."""
-        err = ffi.new("colibri_error *")
-        if lib.colibri_lane_bind(self._pointer, lane, pid, pidfd, err):
-            raise fail(err)
-
-    def lane_leave(self, lane: int) -> None:
-        """Asks a lane to leave at the next step boundary."""
-        self._lane_call(lane, lib.colibri_lane_leave(self._pointer, lane))
-
-    def lane_dead(self, lane: int) -> None:
-        """Says that a lane's process has been seen to end; the lane becomes EMPTY."""
-        self._lane_call(lane, lib.colibri_lane_dead(self._pointer, lane))
-
-    def lane_state(self, lane: int) -> int:
-        """LANE_EMPTY, LANE_READY, LANE_ACTIVE, LANE_LEAVING or LANE_DEAD."""
-        return self._lane_call(lane, lib.colibri_lane_get_state(self._pointer, lane))
-
-    def lane_hung(self, lane: int) -> str:
-        """What the lane's process was doing when a step killed it for taking longer than hang_ms, in words; "" if none did."""
-        what = ffi.new("int32_t[]", 2)
-        ms = lib.colibri_lane_hung(self._pointer, lane, what, what + 1)
-        return f"hung for {ms} ms in layer {what[1]}, {OPERATIONS[what[0]]}" if ms else ""
-
-    def lane_tasks(self, lane: int) -> int:
-        """Tasks a lane has completed since it attached."""
-        return lib.colibri_lane_tasks(self._pointer, lane)
-
-    def lane_place(self, lane: int, node: int) -> None:
-        """Says on which NUMA node a lane runs, -1 unknown; holds from the next step on. Lane max_lanes is the front end's own."""
-        self._lane_call(lane, lib.colibri_lane_place(self._pointer, lane, node))
-
-    def lane_homed(self, lane: int) -> int:
-        """Tasks with a home node that whoever had the lane has completed."""
-        return lib.colibri_lane_homed(self._pointer, lane)
-
-    def lane_local(self, lane: int) -> int:
-        """Those of lane_homed whose home is the lane's node."""
-        return lib.colibri_lane_local(self._pointer, lane)
-
     def kv_range(self, kv_head: int) -> tuple[int, int]:
         """Offset and bytes of a KV head's keys and values in the arena segment."""
         found = ffi.new("uint64_t[]", 2)
@@ -394,33 +215,6 @@ class Session(_User):
             raise EngineError(status, f"KV head {kv_head} is not one of the model's {self.model.info.kv_heads}")
         return found[0], found[1]
 
-    def _lane_call(self, lane: int, status: int) -> int:
-        if status < 0:
-            raise EngineError(status, f"lane {lane} of {self.options.max_lanes}: refused in its present state or out of range")
-        return status
-
 
 def _floats(array: npt.NDArray[np.float32]) -> Pointer:
     return ffi.from_buffer("float *", array, require_writable=True)
-
-
-class Worker(_User):
-    """A lane's side of a team, usually in another process than the session."""
-
-    _kind = "worker"
-
-    def __init__(self, model: Model, team_fd: int, arena_fd: int) -> None:
-        out, err = ffi.new("colibri_worker **"), ffi.new("colibri_error *")
-        if lib.colibri_worker_attach(model._pointer, team_fd, arena_fd, out, err):
-            raise fail(err)
-        super().__init__(out[0], lib.colibri_worker_detach, model)
-
-    def run(self, lane: int, *, cpu: int = -1) -> None:
-        """Computes on the calling thread, the GIL released, until the lane is asked to leave. cpu >= 0 pins the thread first."""
-        err = ffi.new("colibri_error *")
-        if lib.colibri_worker_run(self._pointer, lane, cpu, err):
-            raise fail(err)
-
-    def detach(self) -> None:
-        """Unmaps the segments, once no thread runs a lane."""
-        self.close()

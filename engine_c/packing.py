@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine_c._engine import ffi, lib
-from engine_c.engine import fail
+from engine_c.library import fail
 from engine_c.structs import FORMATS, EngineError
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from mmap import mmap
 
 from engine_c._engine import ffi, lib
-from engine_c.engine import fail
+from engine_c.library import fail
 from engine_c.structs import FORMATS
 
 PROBE_ALIGN = 512

@@ -96,7 +96,7 @@ class RemoteExperts:
 
     def put(self, experts: Sequence[int], outputs: Buffer) -> None:
         """Takes f32 [pairs, hidden], in the order of pack(experts). EngineError for a wrong length."""
-        given = ffi.from_buffer("float[]", outputs, require_writable=False)
+        given = ffi.from_buffer("char[]", outputs)
         self._check(lib.colibri_remote_put(self._session, list(experts), len(experts), given, len(ffi.buffer(given)), self._error))
         self.missing.difference_update(experts)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from engine_c._engine import ffi, lib
-from engine_c.engine import fail
+from engine_c.library import fail
 
 if TYPE_CHECKING:
     import numpy as np

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from engine_c._engine import ffi, lib
-from engine_c.engine import Session, fail
+from engine_c.engine import Session
+from engine_c.library import fail
 from engine_c.route import Routed
 
 if TYPE_CHECKING:

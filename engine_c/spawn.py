@@ -6,7 +6,7 @@ import os
 from collections.abc import Collection, Sequence
 
 from engine_c._engine import ffi, lib
-from engine_c.engine import fail
+from engine_c.library import fail
 
 
 def spawn(argv: Sequence[str], *, stdin: int, output: int, keep: Collection[int] = ()) -> tuple[int, int]:

@@ -9,43 +9,43 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Annotated
 
 import typer
 
-from ops.commands import (
-    bench,
-    chat,
-    convert,
-    generate,
-    health,
-    inspect,
-    logits,
-    models_admin,
-    node,
-    ray,
-    rebalance,
-    record,
-    route,
-    routing,
-    serve,
-    top,
-    verify,
-    version,
-    workers,
-)
+from ops.commands import version
 from ops.commands.common import USAGE, describe_failure
 
-app = typer.Typer(
-    name="colibri",
-    help="Mixture-of-experts inference on CPUs, over gRPC.",
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
+MODULES: dict[str, tuple[str, ...]] = (
+    {name: (name,) for name in ("serve", "node", "generate", "chat", "route", "top")}
+    | {
+        "workers": ("workers", "scale", "drain", "restart-worker", "topology"),
+        "routing": ("routing",),
+        "models_admin": ("models", "swap"),
+    }
+    | {name: (name,) for name in ("record", "rebalance", "convert", "inspect", "verify", "logits", "bench", "health", "ray", "version")}
 )
+"""Of ops.commands, in the order of the help, with the commands that each registers."""
 
 
-@app.callback(invoke_without_command=True)
+def make_app(command: str | None = None) -> typer.Typer:
+    """The command line. command: what it will be asked for, if that is known, is all it then has: the others take longer to import and
+    describe than a server to listen."""
+    app = typer.Typer(
+        name="colibri",
+        help="Mixture-of-experts inference on CPUs, over gRPC.",
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+    )
+    app.callback(invoke_without_command=True)(root)
+    wanted = [module for module, commands in MODULES.items() if command in commands] or list(MODULES)
+    for module in wanted:
+        import_module(f"ops.commands.{module}").register(app)
+    return app
+
+
 def root(
     context: typer.Context,
     show_version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
@@ -60,16 +60,12 @@ def root(
         raise typer.Exit(USAGE)
 
 
-for module in (serve, node, generate, chat, route, top, workers, routing, models_admin, record, rebalance):
-    module.register(app)
-for module in (convert, inspect, verify, logits, bench, health, ray, version):
-    module.register(app)
-
-
 def run(arguments: Sequence[str] | None = None) -> int:
     """Runs one command line (default: sys.argv) and returns its exit code. Only a bug of ours leaves it as an exception."""
+    words = sys.argv[1:] if arguments is None else arguments
     try:
-        code = app(args=arguments, prog_name="colibri", standalone_mode=False)
+        app = make_app(words[0] if words else None)
+        code = app(args=words, prog_name="colibri", standalone_mode=False)
         return code if isinstance(code, int) else 0
     except (KeyboardInterrupt, typer.Abort):
         return 128 + signal.SIGINT

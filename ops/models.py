@@ -4,12 +4,10 @@
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
 Progress = Callable[[int, int, str], None]
@@ -65,6 +63,8 @@ def demo_source() -> Path | None:
 
 def recipe_digest() -> str:
     """Eight hex digits that change when the code that makes containers does, so that a cached file is never a stale one."""
+    import hashlib
+
     digest = hashlib.sha256()
     folder = Path(__file__).parent
     made_by = [Path(__file__), folder / "random_model.py", *folder.glob("container*.py"), *(folder / "convert").rglob("*.*")]
@@ -75,6 +75,8 @@ def recipe_digest() -> str:
 
 def cached_name(stem: str, quant: str) -> str:
     """File name of a cached container: model, format, package version, recipe."""
+    from importlib import metadata  # here, as this and hashlib take longer to import than looking at a path
+
     return f"{stem}-{quant}-{metadata.version('colibri')}-{recipe_digest()}.colibri"
 
 

@@ -1,7 +1,7 @@
 """The thread that owns the session: asks the scheduler what to run, runs it, tells the event loop what came of it.
 
 One lock guards the scheduler. The thread holds it between steps, never during one, so the loop can add and abort requests at any time and
-gets a typed refusal at once. News of one step go to the loop as the next begins, so that what the loop does with them and what lies between
+gets a typed refusal at once. News of one step go to the loop early in the next, so that what the loop does with them and what lies between
 two steps do not wait for each other; and not after every step while many requests run (service.outbox).
 """
 
@@ -46,7 +46,7 @@ class Stepper(Protocol):
     """The part of engine_c.Session that the thread uses."""
 
     def step(self, work: Sequence[SeqWork], *, tell: int = -1, remote: Remote | None = None) -> tuple[list[SeqResult], StepStats]:
-        """Runs one batch; EngineError if it could not be done. `tell`: an eventfd to be written to as it begins. `remote`: who has the
+        """Runs one batch; EngineError if it could not be done. `tell`: an eventfd to be written to early in it. `remote`: who has the
         experts computed that set_remote named; its RemoteLost is passed on."""
         ...
 
@@ -396,7 +396,7 @@ class EngineThread:
         self._post([*self._outbox.take_all(), *[Update(request, fault=fault) for request in requests]])
 
     def _prepare_mail(self, plan: Plan) -> int:
-        """Puts into the mail what can't wait for the end of this step. The bell to ring as it begins, or -1."""
+        """Puts into the mail what can't wait for the end of this step. The bell to ring early in it, or -1."""
         prefills = plan.rows > len(plan.shares)  # may take any time
         due = self._outbox.take(now=plan.at, next_in=math.inf if prefills else self._step_seconds)
         if not due:

@@ -10,7 +10,6 @@ from functools import partial
 from colibri.v1 import experts_pb2 as pb, experts_pb2_grpc, inference_pb2
 from engine_c import GREEDY, EngineError, Routes
 from service.calls import Call, Calls, Context, aside, deadline, read_prompt
-from service.experts_execute import Execution
 from service.experts_forward import PIECE_ROWS, Block, forward_response, read_hidden, run_block
 from service.faults import EngineFault, InvalidField, WorkersLost, shown
 from service.hosted import Hosted
@@ -83,6 +82,8 @@ class ExpertsServicer(experts_pb2_grpc.ExpertsServicer):
 
     async def Execute(self, requests: AsyncIterator[pb.ExecuteRequest], context: Context) -> None:
         """A caller's mini-batches of experts, until it has no more."""
+        from service.experts_execute import Execution  # here: it needs numpy, which would hold up every start
+
         opening = await anext(aiter(requests), pb.ExecuteRequest())
 
         async def work(call: Call, hosted: Hosted) -> None:

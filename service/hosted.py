@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from enum import Enum
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from colibri.v1 import inference_pb2 as pb
 from engine_c import KV_BLOCK, LANE_ACTIVE, LANE_READY, Damping
@@ -22,7 +22,6 @@ from service.engine import EngineThread
 from service.health import can_serve
 from service.load_watch import LoadWatch
 from service.metrics import Metrics, Snapshot
-from service.nodes.nodes import Nodes, open_nodes
 from service.plan import Limits
 from service.routing import policy_message
 from service.scheduler import Scheduler
@@ -30,6 +29,9 @@ from service.served import ServedModel, load_texts, make_served
 from workers.lifecycle import State as WorkerState
 from workers.plan import kv_block_bytes
 from workers.team import Team
+
+if TYPE_CHECKING:
+    from service.nodes.nodes import Nodes
 
 log = logging.getLogger("colibri.service")
 _Result = TypeVar("_Result")
@@ -234,6 +236,8 @@ class Hosted:
 
 
 def _open_nodes(config: ServeConfig, artifact: Artifact, team: Team) -> Nodes:
+    from service.nodes.nodes import open_nodes  # here: most servers have no nodes, and start without what they need
+
     return open_nodes(config, artifact, team.model.info, kv_blocks=team.session.options.kv_blocks)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from http.server import HTTPServer
 from threading import Thread
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -16,10 +17,11 @@ from service.engine import EngineTotals
 from service.exposition import serve_page
 from service.load_metrics import load_families
 from service.load_watch import LoadWatch
-from service.nodes.metrics import node_families
-from service.nodes.nodes import Nodes
 from service.plan import SchedulerStats
 from service.tally import Tallies
+
+if TYPE_CHECKING:
+    from service.nodes.nodes import Nodes
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
@@ -144,7 +146,10 @@ class _EngineCollector(Collector):
         snapshots = self._snapshots()
         yield from _families(GaugeMetricFamily, {model: _gauges(snapshot) for model, snapshot in snapshots.items()})
         yield from load_families({model: snapshot.loads for model, snapshot in snapshots.items()}, experts=self._experts)
-        yield from node_families({model: snapshot.nodes for model, snapshot in snapshots.items() if snapshot.nodes is not None})
+        if nodes := {model: snapshot.nodes for model, snapshot in snapshots.items() if snapshot.nodes is not None}:
+            from service.nodes.metrics import node_families  # here: most servers have no nodes, and start without what they need
+
+            yield from node_families(nodes)
         text = "Time in each operation's phases, by the front end's clock."
         operations = CounterMetricFamily("colibri_operation_seconds", text, labels=["model_name", "operation"])
         for model, snapshot in snapshots.items():

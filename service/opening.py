@@ -10,6 +10,7 @@ import threading
 from concurrent.futures import Future
 
 from engine_c import KV_FORMATS, SessionOptions
+from service.collector import seldom_collect
 from service.config import ServeConfig
 from workers.automatic import Automatic
 from workers.keeping import Keep
@@ -27,6 +28,7 @@ STARTS = 3
 def begin_opening(config: ServeConfig) -> Future[Team]:
     """Opens the team of config.model. Whoever gets it closes it; if nobody does, its workers end with this process."""
     sys.setswitchinterval(SWITCH)
+    seldom_collect()  # what is imported stays
     opening: Future[Team] = Future()
     opening.set_running_or_notify_cancel()  # nobody can call it off: it would leave workers behind
 

@@ -17,7 +17,6 @@ from service.damping import describe_damping
 from service.faults import Fault, InvalidField, OperatorFault
 from service.hosted import Hosted
 from service.models import ModelHost
-from service.nodes.messages import node_messages
 from service.operator_balance import rebalance
 from service.operator_calls import Context, answer, change, refuse
 from service.operator_fields import load_settings, unload_grace, watch_interval, watch_windows, within
@@ -55,6 +54,8 @@ class OperatorServicer(operator_pb2_grpc.OperatorServicer):
             response.placements.extend(await _of_each(self._meant(request.model), placement_message))
             for hosted in self._meant(request.model):
                 if hosted.nodes is not None:
+                    from service.nodes.messages import node_messages
+
                     response.remote_nodes.extend(node_messages(hosted.name, hosted.nodes))
             return response
 

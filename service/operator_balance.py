@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from colibri.v1 import operator_pb2 as pb
 from service.balance_messages import nodes_message, report_message
@@ -15,9 +15,11 @@ from service.faults import InvalidField, OperatorFault
 from service.hosted import Hosted
 from service.load import SPANS
 from service.models import ModelHost
-from service.nodes.balancing import NodesReport
 from service.operator_calls import change
 from workers.rebalancing import BalanceReport
+
+if TYPE_CHECKING:
+    from service.nodes.balancing import NodesReport
 
 _Report = TypeVar("_Report")
 _MOST_REPLICAS = 1024

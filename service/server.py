@@ -42,6 +42,7 @@ from workers.team import Team
 
 log = logging.getLogger("colibri.service")
 _HEALTH_EVERY = 0.05  # seconds between looks at the engine
+_LAME = 0.25  # seconds in which callers that watch readiness hear of its end and turn elsewhere, before what they begin would be cancelled
 _FAREWELL = 1.0  # seconds for the statuses of broken-off calls to reach their callers
 _SERVICES = (
     inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name,
@@ -213,7 +214,7 @@ class Server:
             self.health.set(service, serving=False)
         self.host.drain()
         log.info("draining %d calls, for %.0f s at the most", self.host.calls, self.config.drain_grace)
-        idle = asyncio.create_task(self.host.wait_idle(self.config.drain_grace))
+        idle = asyncio.create_task(self._leave())
         hurry = asyncio.create_task(self._hurry.wait())
         await asyncio.wait((idle, hurry), return_when=asyncio.FIRST_COMPLETED)
         for task in (idle, hurry):
@@ -222,6 +223,9 @@ class Server:
             log.warning("breaking off %d calls", self.host.calls)
             self.host.break_off()
             await self.host.wait_idle(_FAREWELL)
+
+    async def _leave(self) -> None:
+        await asyncio.gather(self.host.wait_idle(self.config.drain_grace), asyncio.sleep(_LAME))
 
     async def shutdown(self) -> None:
         """Closes everything, in reverse order of startup. A call that is still under way sees UNAVAILABLE or is cancelled."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 
-from tokenizers import Tokenizer as HfTokenizer
-
 from service.detokenise import Detokeniser, TokenBytes, UnsupportedDecoder, decode, read_rules
 
 
@@ -17,6 +15,8 @@ class Tokenizer:
     """Thread-safe: encoding changes nothing, and the table of token bytes only fills up."""
 
     def __init__(self, blob: bytes) -> None:
+        from tokenizers import Tokenizer as HfTokenizer  # here, since it takes a while to import, and not every model has one
+
         try:
             self._hf = HfTokenizer.from_str(blob.decode())
             # The library's own copy: reading the whole file a second time would take a third as long as all else here.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -26,10 +27,11 @@ def kept_extents(plan: PlacementPlan, layout: Layout, keep: Keep) -> tuple[Exten
     """The pieces of a plan's extents that are kept: whole pages, ascending on each node. LayoutError if there are none such experts, or
     too many pieces."""
     ranges = kept_ranges(layout, keep)
+    ends = [end for _, end in ranges]
     kept = tuple(
         Extent(extent.node, first, last - first)
         for extent in plan.extents
-        for begin, end in ranges
+        for begin, end in ranges[bisect_right(ends, extent.offset) : bisect_right(ends, extent.offset + extent.bytes) + 1]
         if (first := max(begin, extent.offset)) < (last := min(end, extent.offset + extent.bytes))
     )
     if len(kept) > MAX_EXTENTS:
@@ -57,13 +59,15 @@ def kept_ranges(layout: Layout, keep: Keep) -> tuple[Range, ...]:
 def left_out(ranges: Iterable[Range], kept: Iterable[Range]) -> tuple[Range, ...]:
     """What of some ranges is not in others; both ascend."""
     left: list[Range] = []
-    kept = tuple(kept)
+    kept, i = tuple(kept), 0
     for begin, end in ranges:
-        for other, behind in kept:
-            if begin < other < end:
-                left.append((begin, other))
-            if other < end and begin < behind:
-                begin = behind
+        while i < len(kept) and kept[i][1] <= begin:
+            i += 1
+        at = i
+        while at < len(kept) and kept[at][0] < end:
+            if begin < kept[at][0]:
+                left.append((begin, kept[at][0]))
+            begin, at = max(begin, kept[at][1]), at + 1
         if begin < end:
             left.append((begin, end))
     return tuple(left)

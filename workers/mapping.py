@@ -16,6 +16,7 @@ MADV_POPULATE_READ = 22  # Linux 5.14
 MADV_COLLAPSE = 25  # Linux 6.1
 _PROT_NONE = 0
 _MAP_FIXED = 0x10
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2  # of fallocate
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
@@ -24,6 +25,7 @@ def _open_libc() -> ctypes.CDLL:
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
     libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     return libc
 
@@ -60,3 +62,9 @@ def mapped(fd: int, size: int, *, writable: bool, offset: int = 0) -> Iterator[i
 def advise(address: int, length: int, advice: int) -> int:
     """madvise with the GIL released. Returns 0 or an errno."""
     return ctypes.get_errno() if _libc.madvise(address, length, advice) else 0
+
+
+def punch(fd: int, offset: int, length: int) -> int:
+    """Gives back the memory of some pages of a file, the last of which may end behind it: they are zero then. Returns 0 or an errno."""
+    length = -(-length // PAGE) * PAGE
+    return ctypes.get_errno() if _libc.fallocate(fd, _PUNCH_HOLE | _KEEP_SIZE, offset, length) else 0

@@ -33,17 +33,17 @@ def overlay(parts: Sequence[Part], over: Sequence[Part]) -> tuple[Part, ...]:
     return tuple(parts)
 
 
-def filled_up(parts: Sequence[Part], rest: Part) -> tuple[Part, ...]:
-    """Parts, ascending, with pieces of the rest wherever they leave out bytes that it has."""
-    at, end = rest.offset, rest.offset + rest.bytes
-    whole: list[Part] = []
-    for part in parts:
-        if (gap := _clip(rest, at, part.offset)) is not None:
-            whole.append(gap)
-        whole.append(part)
-        at = part.offset + part.bytes
-    last = _clip(rest, at, end)
-    return tuple(whole) if last is None else (*whole, last)
+def filled_up(parts: Sequence[Part], rest: Sequence[Part]) -> tuple[Part, ...]:
+    """Parts with pieces of the rest wherever they leave out bytes that it has; both ascend."""
+    whole: list[Part | None] = []
+    at, i = 0, 0
+    for under in rest:
+        at, end = max(at, under.offset), under.offset + under.bytes
+        while i < len(parts) and parts[i].offset < end:
+            whole += [_clip(under, at, parts[i].offset), parts[i]]
+            at, i = parts[i].offset + parts[i].bytes, i + 1
+        whole.append(_clip(under, at, end))
+    return tuple(part for part in whole if part is not None)
 
 
 def within(parts: Sequence[Part], offset: int, size: int) -> tuple[Part, ...]:

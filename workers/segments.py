@@ -57,6 +57,8 @@ class ModelImage:
     """By node and offset: copies of single experts, which processes on that node map in place of the expert itself."""
     kept: tuple[Extent, ...] | None = None
     """The extents of which there are copies, if not of everything: the rest is mapped from the file."""
+    writable: dict[int, int] = field(default_factory=dict)
+    """Of an image whose copies change (workers.growing): by node, what they are written through."""
     _file: int = -1  # its descriptor then
     _by_node: dict[int, int] = field(default_factory=dict)  # node -> descriptor; -1: of no node in particular
     _tables: dict[int, int] = field(default_factory=dict)
@@ -65,6 +67,11 @@ class ModelImage:
     def fds(self) -> tuple[int, ...]:
         """Every descriptor that holds bytes of the model."""
         return (*self._by_node.values(), *([] if self._file < 0 else [self._file]))
+
+    @property
+    def file(self) -> int:
+        """The descriptor of the model's file, of an image that maps it or has copies of a share."""
+        return self._by_node[-1] if self._file < 0 else self._file
 
     @property
     def huge_bytes(self) -> int:
@@ -78,13 +85,31 @@ class ModelImage:
 
     def base_parts(self, node: int | None) -> tuple[Part, ...]:
         """The same without copies of single experts. A part's node is the one it was put on when the model was loaded."""
+        extents = self.placement.extents if self.kept is None else self.kept
+        copies = tuple(self.copy_of(extent) for extent in extents if self.is_for(extent, node))
+        if self.kept is None:
+            return copies
+        if not self.writable:
+            return filled_up(copies, [Part(self._file, -1, 0, self.bytes)])
+        # A model's homes are what its parts say when it is opened: what may be copied later has the node it will be put on.
+        rest = [Part(self._file, e.node, e.offset, e.bytes) for e in self.placement.extents if self.is_for(e, node)]
+        return filled_up(copies, rest)
+
+    def copy_of(self, extent: Extent) -> Part:
+        """Where the copy of a piece of an extent is."""
+        return Part(self._by_node[extent.node], extent.node, extent.offset, extent.bytes)
+
+    def is_for(self, extent: Extent, node: int | None) -> bool:
+        """Whether processes on a node read this copy."""
         home = self._home(node)
-        copies = tuple(
-            Part(self._by_node[extent.node], extent.node, extent.offset, extent.bytes)
-            for extent in (self.placement.extents if self.kept is None else self.kept)
-            if home is None or extent.node == home
-        )
-        return copies if self.kept is None else filled_up(copies, Part(self._file, -1, 0, self.bytes))
+        return home is None or extent.node == home
+
+    def keep(self, kept: tuple[Extent, ...] | None) -> None:
+        """Processes started from now on map these copies, ascending, and the file for the rest."""
+        self.kept = kept
+        tables, self._tables = self._tables, {}
+        for table in tables.values():
+            os.close(table)
 
     def add_replica(self, node: int, part: Part) -> None:
         """Processes started on a node from now on map a copy; its descriptor becomes the image's."""
@@ -123,8 +148,8 @@ class ModelImage:
     def close(self) -> None:
         """Gives the descriptors back; a second call does nothing."""
         copies = [part.fd for own in self.replicas.values() for part in own.values()]
-        fds = [*self.fds, *self._tables.values(), *copies]
-        self._by_node, self._tables, self.replicas, self._file = {}, {}, {}, -1
+        fds = [*self.fds, *self.writable.values(), *self._tables.values(), *copies]
+        self._by_node, self.writable, self._tables, self.replicas, self._file = {}, {}, {}, {}, -1
         for fd in fds:
             os.close(fd)
 
@@ -162,7 +187,7 @@ def open_image(
         return file
     with _closing_on_error(file):
         topology = topology or read_topology()
-        plan = _place(path, fd, size, placement, topology)
+        plan = place(path, fd, size, placement, topology)
         if mode == "map":
             if plan.nodes:
                 raise SegmentError(f"{path}: placement {placement} needs a copy in memory: use load mode memfd or auto")
@@ -186,7 +211,8 @@ def open_image(
     return copy
 
 
-def _place(path: str | os.PathLike[str], fd: int, size: int, placement: Placement, topology: Topology) -> PlacementPlan:
+def place(path: str | os.PathLike[str], fd: int, size: int, placement: Placement, topology: Topology) -> PlacementPlan:
+    """Where a container's bytes are to lie. SegmentError, PlacementError."""
     if len(placement_nodes(topology)) < 2 or placement == "none":
         return whole_file(size) if placement != "none" else whole_file(size, "no placement was asked for")
     try:

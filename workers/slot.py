@@ -90,6 +90,7 @@ class Slot:
         self._process: WorkerProcess | None = None
         self._said_ready = False
         self._told = self._followed = 0  # records of parts that its process was sent, and has answered
+        self.missed = False  # its process could not be told of a part, or not map it
         self._degraded: tuple[str, ...] = ()
         self._deadline = 0.0  # of the present stage of starting or draining
         self._stopped_at: float | None = None
@@ -151,6 +152,7 @@ class Slot:
         self.life.started(now)
         self._said_ready = self._termed = False
         self._told = self._followed = 0
+        self.missed = False
         self._stopped_at = None
         self._killed_for = self._complaint = ""
         self._deadline = now + self._config.start_s
@@ -248,8 +250,12 @@ class Slot:
     def tell(self, parts: Sequence[Part]) -> None:
         """Has the process, if there is one, map parts from elsewhere. One that starts later finds them in its table."""
         for part in parts:
-            if self._process is not None and self._process.send_part(part):
+            if self._process is None:
+                continue
+            if self._process.send_part(part):
                 self._told += 1
+            else:
+                self.missed = True
 
     @property
     def behind(self) -> bool:
@@ -260,6 +266,7 @@ class Slot:
         if message.mapped:
             self._followed = message.mapped
             if message.unmapped:
+                self.missed = True
                 log.warning("%s could not map a copy of an expert, so it goes on reading the first: %s", self.name, message.unmapped)
             return
         self._complaint = message.error

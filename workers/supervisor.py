@@ -21,6 +21,9 @@ __all__ = ["Supervisor", "SupervisorConfig", "SupervisorError", "SupervisorSnaps
 
 log = logging.getLogger("colibri.workers")
 
+PARTS_AT_ONCE = 64
+"""That a worker is told of: a socket holds a few hundred."""
+
 
 @dataclass(frozen=True, slots=True)
 class SupervisorSnapshot:
@@ -89,15 +92,19 @@ class Supervisor:
                 late = self._slots.get(pending[0])
                 raise SupervisorError(f"not ready after {timeout:g} s: {f'worker {pending[0]}' if late is None else late.obituary()}")
 
-    def remap(self, node: int, change: Callable[[], Sequence[Part]], timeout: float) -> None:
+    def remap(self, node: int, change: Callable[[], Sequence[Part]], timeout: float) -> bool:
         """Changes the image by `change`, which returns the parts that workers on a node are then to map, and tells those. Returns when all
-        that live have, or after timeout seconds: who is late reads the same bytes from where they were."""
+        that live have, or after timeout seconds for every so many: who is late reads the same bytes from where they were. Whether all map
+        all that they were ever told."""
         with self._changed:
             parts = change()
             slots = [slot for slot in self._slots.values() if slot.spec.node == node]
-            for slot in slots:
-                slot.tell(parts)
-            self._changed.wait_for(lambda: not any(slot.behind for slot in slots), timeout)
+            for at in range(0, len(parts) or 1, PARTS_AT_ONCE):
+                for slot in slots:
+                    slot.tell(parts[at : at + PARTS_AT_ONCE])
+                if not self._changed.wait_for(lambda: not any(slot.behind for slot in slots), timeout):
+                    timeout = 0.0  # it is told of the rest all the same
+            return not any(slot.behind or slot.missed for slot in slots)
 
     def set_plan(self, plan: TeamPlan) -> None:
         """Changes what is wanted: workers are started and drained accordingly. The same plan again changes nothing."""

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Literal, Self
 
-from engine_c import Model, Part, Session, SessionOptions, session_bytes
+from engine_c import Model, Session, SessionOptions, session_bytes
 from workers import numa
 from workers.automatic import Automatic, Keeper
 from workers.balance import MIN_GAIN
 from workers.confine import stepping_cpus
+from workers.growing import Share, ShareError, open_growing
 from workers.keeping import Keep
 from workers.kv_memory import KvMemory
 from workers.placement import Placement, PlacementPlan
 from workers.plan import FrontLane, NodeWish, PlanError, TeamPlan, kv_block_bytes, plan_kv_blocks, plan_team
-from workers.rebalancing import FOLLOW_S, BalanceReport, ExpertPlaces, Loads, Rebalancer
+from workers.rebalancing import BalanceReport, ExpertPlaces, Loads, Rebalancer
 from workers.scaling import ScaleError, Scaling
 from workers.segments import LoadMode, ModelImage, PlacementReport, open_image
 from workers.supervisor import Supervisor, SupervisorConfig, SupervisorSnapshot
@@ -34,13 +34,14 @@ class TeamConfig:
     """How to open a team.
 
     session.max_lanes and front_lane are taken from the plan; session.kv_blocks 0 is planned from kv_bytes, or if that is None from the
-    memory that is free. keep: the share of the model that copies of it have (None: all). kv_layers: layers whose keys and values are ever
-    written (None: all); the others' take no memory.
+    memory that is free. keep: the share of the model that copies of it have (None: all). grows: it has nothing at first and then what
+    Team.hold says. kv_layers: layers whose keys and values are ever written (None: all); the others' take no memory.
     """
 
     load_mode: LoadMode = "map"
     placement: Placement = "auto"
     keep: Keep | None = None
+    grows: bool = False
     workers_per_node: int | None = None
     threads_per_worker: int | None = None
     front_lane: FrontLane = "auto"
@@ -102,6 +103,7 @@ class Team:
         self._scaling = scaling
         self._rebalancer = Rebalancer(image, model, supervisor, topology, front_node=scaling.plan.front_node, speeds=self._lanes_of_nodes)
         self._keeper: Keeper | None = None
+        self._share: Share | None = None
         self._front_degraded: tuple[str, ...] = ()
 
     @property
@@ -122,7 +124,10 @@ class Team:
             log.warning("SMT siblings get lanes of their own: two lanes then share a core, which is seldom faster; measure it")
         wish = NodeWish(config.workers_per_node, config.threads_per_worker)
         plan = plan_team(topology, default=wish, front_lane=config.front_lane, smt=config.smt)
-        image = open_image(path, mode=config.load_mode, placement=config.placement, topology=topology, keep=config.keep)
+        if config.grows:
+            image = open_growing(path, mode=config.load_mode, placement=config.placement, topology=topology)
+        else:
+            image = open_image(path, mode=config.load_mode, placement=config.placement, topology=topology, keep=config.keep)
         log.info("weights: load mode %s, placement %s: %s", image.mode, image.placement.placement, image.placement.reason)
         model: Model | None = None
         session: Session | None = None
@@ -153,6 +158,8 @@ class Team:
             scaling=scaling,
             topology=topology,
         )
+        if config.grows:
+            team._share = Share(image, (model, supervisor, plan.front_node), topology, mode=config.load_mode)
         if config.rebalance == "auto":
             team._keeper = Keeper(team._rebalancer, team._counts, config.automatic)
         return team
@@ -214,18 +221,12 @@ class Team:
         """Lets experts lie where they do from now on: a rebalancing that is under way ends soon, which is waited for. From any thread."""
         self._rebalancer.close()
 
-    def give_up(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Unmaps pages, from byte to byte, of a model that is mapped from its file, in every process, and lets the kernel have them. Who
-        reads them all the same gets them from the file. Does nothing of copies. While the session steps, from any thread."""
-        if self.image.mode != "map":
-            return
-        (fd,) = self.image.fds
-        parts = [Part(fd, -1, begin, end - begin) for begin, end in ranges]
-        for node in sorted({spec.node for spec in self.plan.workers}):
-            self.supervisor.remap(node, lambda: parts, FOLLOW_S)
-        for part in parts:
-            self.model.remap(part)
-            os.posix_fadvise(fd, part.offset, part.bytes, os.POSIX_FADV_DONTNEED)
+    def hold(self, experts: frozenset[tuple[int, int]]) -> None:
+        """Holds these (layer, expert), and no others, in memory from now on, while the session steps, from any thread; of a team that
+        grows. ShareError: nothing has changed."""
+        if self._share is None:
+            raise ShareError("this team's share was fixed at its start")
+        self._share.hold(experts)
 
     def _counts(self) -> list[list[float]]:
         counts: list[list[float]] = self.session.expert_counts().astype(float).tolist()

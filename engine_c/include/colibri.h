@@ -372,6 +372,10 @@ typedef struct colibri_step_stats {
  * disturbs no other. seq_status [n_seqs] may be NULL; gets COLIBRI_OK or COLIBRI_ENUMERIC. stats may be NULL. */
 COLIBRI_API int colibri_step(colibri_session *session, const colibri_batch *batch, colibri_row_result *results, int32_t *seq_status,
                              colibri_step_stats *stats, colibri_error *err);
+/* Has 1 written to an eventfd, once, in the next call of colibri_step: when other lanes have something long to go on with, should whoever
+ * wakes up take the stepping thread's CPU: the first layer's experts, or with many rows anything; or when the call returns, if it comes to none. fd -1: to none. The descriptor stays the
+ * caller's; if it does not block, nor does this. Between steps, on the stepping thread. */
+COLIBRI_API void colibri_session_tell(colibri_session *session, int fd);
 /* ---------------------------------------------------------------- experts and layers that are computed elsewhere
  *
  * A step routes a layer here. If some of the chosen experts are remote, colibri_step returns COLIBRI_NEEDS_REMOTE: the caller packs their mini-batches
@@ -410,9 +414,9 @@ COLIBRI_API int64_t colibri_prepared_bytes(const colibri_session *session, int32
  * COLIBRI_ESTATE; COLIBRI_EINVAL for an expert that is not wanted. */
 COLIBRI_API int colibri_remote_pack(colibri_session *session, const int32_t *experts, int32_t n, void *rows, int32_t *row_of_pair, float *weights,
                                     int32_t *n_rows, colibri_error *err);
-/* Takes the outputs of n experts: out [pairs, hidden], pairs as colibri_remote_pack numbers them, `bytes` in all. A pair whose output begins with NaN makes its
- * row bad. COLIBRI_ESTATE, COLIBRI_EINVAL. */
-COLIBRI_API int colibri_remote_put(colibri_session *session, const int32_t *experts, int32_t n, const float *out, uint64_t bytes, colibri_error *err);
+/* Takes the outputs of n experts: out f32 [pairs, hidden], at any address, pairs as colibri_remote_pack numbers them, `bytes` in all. A pair whose output begins
+ * with NaN makes its row bad. COLIBRI_ESTATE, COLIBRI_EINVAL. */
+COLIBRI_API int colibri_remote_put(colibri_session *session, const int32_t *experts, int32_t n, const void *out, uint64_t bytes, colibri_error *err);
 /* Computes n experts here after all. COLIBRI_ESTATE, COLIBRI_EINVAL. */
 COLIBRI_API int colibri_remote_compute(colibri_session *session, const int32_t *experts, int32_t n, colibri_error *err);
 /* The residual stream of a step that stands before layers computed elsewhere: f32 [n_rows, hidden], row stride *stride, to be overwritten before
@@ -433,7 +437,7 @@ typedef struct colibri_expert_work {
   int32_t layer, kind;           /* enum colibri_rows_kind */
   int32_t n_experts, n_rows;     /* n_rows at most the session's max_rows, pairs at most max_rows * top_k */
   const int32_t *experts, *counts; /* [n_experts] ascending; pairs of each */
-  const void *rows;              /* [n_rows] prepared, or [n_rows, hidden]: what the experts read, so already normed */
+  const void *rows;              /* [n_rows] prepared, or [n_rows, hidden]: what the experts read, so already normed; at any address */
   uint64_t rows_bytes;
   const int32_t *row_of_pair;    /* [sum counts] */
   const float *weights;          /* [sum counts], for models that apply them to what an expert reads; NULL: 1 */

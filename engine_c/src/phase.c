@@ -1,9 +1,11 @@
 /* phase.c - the front end's side of a phase: publish, work along, wait, take over from the dead. */
 #include <sched.h>
+#include <unistd.h>
 
 #include "session.h"
 
 #define CHECK_NS 500000u /* how often a waiting front end looks for dead processes */
+#define FEW_ROWS 64 /* with more, all phases are long */
 
 static void publish(colibri_session *s, const colibri_phase *phase) {
   colibri_team *t = s->team;
@@ -54,6 +56,13 @@ static void wait_done(colibri_session *s, uint64_t g, const colibri_phase *phase
   }
 }
 
+void colibri_session_told(colibri_session *s) {
+  const uint64_t one = 1;
+  if (s->tell < 0) return;
+  if (write(s->tell, &one, sizeof one) != sizeof one) { /* full: its reader has yet to see the last writes */ }
+  s->tell = -1;
+}
+
 uint64_t colibri_op_end(colibri_session *s, int op) {
   uint64_t now = colibri_now_ns();
   s->stats.op_ns[op] += now - s->op_began;
@@ -67,6 +76,7 @@ void colibri_phase_run(colibri_session *s, int op, int layer, int n_tasks, int f
   s->stats.phases++;
   s->stats.tasks += (uint32_t)n_tasks;
   publish(s, &phase);
+  if (op == COLIBRI_OP_GATE_UP || s->n_rows > FEW_ROWS) colibri_session_told(s);
   if (s->options.front_lane) colibri_lane_work(&s->env, s->generation, &phase, s->n_active);
   uint64_t t = colibri_now_ns();
   wait_done(s, s->generation, &phase);

@@ -132,19 +132,20 @@ int colibri_remote_pack(colibri_session *s, const int32_t *experts, int32_t n, v
   return COLIBRI_OK;
 }
 
-int colibri_remote_put(colibri_session *s, const int32_t *experts, int32_t n, const float *out, uint64_t bytes, colibri_error *err) {
+int colibri_remote_put(colibri_session *s, const int32_t *experts, int32_t n, const void *out, uint64_t bytes, colibri_error *err) {
   const colibri_arena *a = &s->env.arena;
   int hidden = s->model->info.hidden, rc = check_wanted(s, experts, n, err);
   if (rc) return rc;
   uint64_t want = (uint64_t)pairs_of(s, experts, n) * (uint64_t)hidden * sizeof(float);
   if (bytes != want)
     return colibri_fail(err, COLIBRI_EINVAL, "layer %d: outputs of %llu bytes for experts whose rows give %llu", s->layer, (unsigned long long)bytes, (unsigned long long)want);
+  const char *from = out;
   for (int i = 0; i < n; i++) {
-    for (int pair = a->expert_first[experts[i]]; pair < a->expert_first[experts[i] + 1]; pair++, out += hidden) {
+    for (int pair = a->expert_first[experts[i]]; pair < a->expert_first[experts[i] + 1]; pair++, from += sizeof(float) * (size_t)hidden) {
       float *to = a->pair_out + (int64_t)pair * a->dims.hidden_pad;
-      memcpy(to, out, sizeof *out * (size_t)hidden);
+      memcpy(to, from, sizeof *to * (size_t)hidden);
       memset(to + hidden, 0, sizeof *to * (size_t)(a->dims.hidden_pad - hidden));
-      if (isnan(out[0]) && !a->row_error[a->pair_row[pair]]) a->row_error[a->pair_row[pair]] = (uint32_t)s->layer + 1; /* how a node says it: all NaN */
+      if (isnan(to[0]) && !a->row_error[a->pair_row[pair]]) a->row_error[a->pair_row[pair]] = (uint32_t)s->layer + 1; /* how a node says it: all NaN */
     }
     s->missing[experts[i]] = 0;
   }
@@ -183,11 +184,12 @@ static int check_work(const colibri_session *s, const colibri_expert_work *w, in
   if (w->kind < COLIBRI_ROWS_PREPARED || w->kind > COLIBRI_ROWS_BF16) return colibri_fail(err, COLIBRI_EINVAL, "rows of kind %d: it must be 0 to 2", w->kind);
   if (w->n_rows < 1 || w->n_rows > s->options.max_rows)
     return colibri_fail(err, COLIBRI_EINVAL, "%d rows: the session was opened for 1 to %d at once", w->n_rows, s->options.max_rows);
-  if (w->n_experts < 1 || w->n_experts > i->experts) return colibri_fail(err, COLIBRI_EINVAL, "%d experts: a layer has %d", w->n_experts, i->experts);
+  int experts = s->model->layers[w->layer].router ? i->experts : 1;
+  if (w->n_experts < 1 || w->n_experts > experts) return colibri_fail(err, COLIBRI_EINVAL, "%d experts: layer %d has %d", w->n_experts, w->layer, experts);
   *pairs = 0;
   for (int n = 0; n < w->n_experts; n++) {
-    if (w->experts[n] < 0 || w->experts[n] >= i->experts || (n && w->experts[n] <= w->experts[n - 1]))
-      return colibri_fail(err, COLIBRI_EINVAL, "expert %d: they must ascend and be below %d", w->experts[n], i->experts);
+    if (w->experts[n] < 0 || w->experts[n] >= experts || (n && w->experts[n] <= w->experts[n - 1]))
+      return colibri_fail(err, COLIBRI_EINVAL, "expert %d: they must ascend and be below %d", w->experts[n], experts);
     if (w->counts[n] < 1 || w->counts[n] > w->n_rows) return colibri_fail(err, COLIBRI_EINVAL, "expert %d has %d of %d rows", w->experts[n], w->counts[n], w->n_rows);
     *pairs += w->counts[n];
   }
@@ -213,9 +215,11 @@ static int take_row(colibri_session *s, const colibri_expert_work *w, int r) {
     return 0;
   }
   float *x = s->env.vector;
-  if (w->kind == COLIBRI_ROWS_F32) memcpy(x, (const float *)w->rows + (int64_t)r * hidden, sizeof(float) * (size_t)hidden);
+  if (w->kind == COLIBRI_ROWS_F32) memcpy(x, (const char *)w->rows + (int64_t)r * hidden * (int64_t)sizeof *x, sizeof *x * (size_t)hidden);
   for (int i = 0; w->kind == COLIBRI_ROWS_BF16 && i < hidden; i++) {
-    uint32_t word = (uint32_t)((const uint16_t *)w->rows)[(int64_t)r * hidden + i] << 16;
+    uint16_t half;
+    memcpy(&half, (const char *)w->rows + ((int64_t)r * hidden + i) * (int64_t)sizeof half, sizeof half);
+    uint32_t word = (uint32_t)half << 16;
     memcpy(&x[i], &word, sizeof word);
   }
   return s->env.kernels->prepare[m->format](x, m->k, m->groups, 0, m->groups, to);

@@ -115,7 +115,7 @@ int colibri_session_open(const colibri_model *model, const colibri_session_optio
   if (!s) return colibri_fail(err, COLIBRI_ENOMEM, "no memory for a session");
   s->model = model;
   s->options = *options;
-  s->team_fd = s->arena_fd = -1;
+  s->team_fd = s->arena_fd = s->tell = -1;
   pthread_mutex_init(&s->lock, NULL);
   rc = alloc_routing(s, err);
   if (rc) goto fail;

@@ -31,6 +31,7 @@ struct colibri_session {
   uint64_t *copies;          /* [experts] of the experts at work in the phase being cut: colibri_model_copies */
   int64_t node_work[64], node_lanes[64]; /* by index of the model's nodes: work and lanes in a phase with replicated experts (cut.c) */
   int32_t extent;            /* where colibri_model_node found the last byte it was asked for */
+  int tell;                  /* eventfd that has yet to be written to in this step, or -1 */
   uint64_t op_began;         /* when the operation before ended */
   colibri_step_stats stats;
   /* routing */
@@ -78,6 +79,8 @@ void colibri_session_kill_holders(colibri_session *s, uint64_t g, const colibri_
  * the lanes synchronise (worker.c). */
 int colibri_worker_attach_session(colibri_session *session, colibri_worker **out, colibri_error *err);
 
+/* Writes to tell, if that has yet to be done. */
+void colibri_session_told(colibri_session *s);
 /* Ends an operation of the step: what has passed since the one before is its time. Returns the time now. */
 uint64_t colibri_op_end(colibri_session *s, int op);
 /* Makes every READY lane part of what is run next. COLIBRI_ENOLANES if there is none, nor one of the front end's. */

@@ -406,10 +406,13 @@ int colibri_step(colibri_session *s, const colibri_batch *batch, colibri_row_res
   colibri_guard_enter();
   int rc = begin_step(s, batch, err);
   if (!rc) rc = run_on(s, results, seq_status);
+  colibri_session_told(s);
   colibri_guard_leave();
   if (!rc && stats) *stats = s->stats;
   return rc;
 }
+
+void colibri_session_tell(colibri_session *s, int fd) { s->tell = fd; }
 
 int colibri_step_local(colibri_session *s, colibri_error *err) {
   if (s->stage != COLIBRI_STAGE_ROUTED) return colibri_fail(err, COLIBRI_ESTATE, "no step waits for experts computed here");

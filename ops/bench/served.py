@@ -97,7 +97,7 @@ def wait_serving(process: subprocess.Popen[bytes], target: str, log: Path) -> No
 
     end = time.monotonic() + _START_SECONDS
     port = int(target.rpartition(":")[2])
-    while not _listens(port):  # a channel would back off for a second after a refusal
+    while not listens(port):  # a channel would back off for a second after a refusal
         _check_alive(process, log, end)
         time.sleep(_POLL)
     with grpc.insecure_channel(target) as channel:
@@ -112,7 +112,8 @@ def wait_serving(process: subprocess.Popen[bytes], target: str, log: Path) -> No
             time.sleep(_POLL)
 
 
-def _listens(port: int) -> bool:
+def listens(port: int) -> bool:
+    """Whether somebody takes connections there."""
     import socket
 
     with socket.socket() as probe:

@@ -10,8 +10,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
-from engine_c import GREEDY, KV_BLOCK, KV_FORMATS, ModelInfo, SessionOptions, StepStats
+from engine_c import GREEDY, KV_BLOCK, KV_FORMATS, ModelInfo, Remote, Session, SessionOptions, StepStats
 from ops.bench.bandwidth import Meter
 from ops.bench.limits import MachineLimits, limit_tokens
 from ops.bench.measure import BenchError, Row, percentile
@@ -50,11 +51,20 @@ class Timed:
     distinct: float  # different tokens sampled over tokens sampled; 1 if none was
 
 
+class Helper(Remote, Protocol):
+    """Who computes experts of a step elsewhere."""
+
+    def prepare(self, session: Session) -> object:
+        """Before each step: tells the session which."""
+        ...
+
+
 class Bench:
     """A team, a scheduler over it, and requests made of random tokens."""
 
     def __init__(self, team: Team, options: SessionOptions, seed: int) -> None:
         self.team = team
+        self.elsewhere: Helper | None = None  # who computes experts of the steps from now on
         self._random = random.Random(seed)
         self._made = 0
         limits = Limits(options.max_rows, options.max_seqs, options.max_logit_rows, max_queue=options.max_seqs, max_queue_tokens=1 << 30)
@@ -76,7 +86,10 @@ class Bench:
         """Schedules, runs and completes one step."""
         begin = time.perf_counter()
         plan = self.scheduler.schedule(now=time.monotonic())
-        results, stats = self.team.session.step(plan.work)
+        session = self.team.session
+        if self.elsewhere is not None:
+            self.elsewhere.prepare(session)
+        results, stats = session.step(plan.work, remote=self.elsewhere)
         updates = self.scheduler.complete(plan, results, now=time.monotonic())
         seconds = time.perf_counter() - begin
         for update in updates:
@@ -92,14 +105,15 @@ class Bench:
 
 
 @contextmanager
-def opened(path: Path, config: BenchConfig, *, streams: int, tokens: int) -> Iterator[Bench]:
-    """A bench with room for `streams` sequences of `tokens` tokens each."""
+def opened(path: Path, config: BenchConfig, *, streams: int, tokens: int, split_down: bool = False) -> Iterator[Bench]:
+    """A bench with room for `streams` sequences of `tokens` tokens each. split_down: experts' outputs are kept apart, as nodes need it."""
     options = SessionOptions(
         max_rows=max(config.max_rows, streams),
         max_seqs=streams,
         max_logit_rows=streams,
         kv_blocks=streams * (-(-tokens // KV_BLOCK) + 1),
         kv_format=KV_FORMATS[config.kv_format],
+        split_down=int(split_down),
     )
     team_config = TeamConfig(
         load_mode=config.load,

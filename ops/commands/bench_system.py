@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -11,12 +12,14 @@ from ops.commands.bench_common import AsJson, Kv, Model, Prompt, Samples, Thread
 from ops.commands.common import container_path, model_file, parse_ints
 from ops.commands.logits import KvFormat
 from ops.commands.serve import Load
+from service.transport import FEWER_HOPS, VARIABLE
 
 
 def register(group: typer.Typer) -> None:
     """Adds the commands."""
     group.command("serve", help="Tokens a second at gRPC clients, against the engine's own, and where the rest goes.")(serve)
     group.command("startup", help="Opening, starting workers, to SERVING, to a cold process's first token.")(startup)
+    group.command("experts", help="What a layer and a step cost whose experts are on nodes, against the same without.")(experts)
     group.command("swap", help="Making another loaded model the default, at rest and while streams run.")(swap)
     group.command("memory", help="Memory of front end and workers against weights and KV cache.")(memory)
     group.command("perplexity", help="Perplexity of a text under models, the first being what others are compared with.")(perplexity)
@@ -59,6 +62,34 @@ def startup(
 
     config = bench_config(workers, threads, samples=samples)
     measure("startup", path, as_json, lambda _: bench_startup(path, config), config=config)
+
+
+def experts(
+    path: Model,
+    nodes: Annotated[str, typer.Option(help="Numbers of nodes, each with an equal share.")] = "1,3",
+    streams: Annotated[str, typer.Option(help="Numbers of concurrent streams, which are the rows of a layer.")] = "1,8,32",
+    prompt: Prompt = 64,
+    workers: Workers = 0,
+    threads: Threads = None,
+    kv_format: Kv = KvFormat.BF16,
+    samples: Samples = 5,
+    as_json: AsJson = False,
+) -> None:
+    """Node processes on loopback. Workers and threads are those of every process; with few cores, nodes share what is left of them."""
+    counts, running = parse_ints(nodes, option="--nodes"), parse_ints(streams, option="--streams")
+    os.environ.setdefault(VARIABLE, FEWER_HOPS)  # as a front end with nodes has it
+    from ops.bench.experts import bench_experts
+
+    config = bench_config(workers, threads, kv_format, samples)
+    measure(
+        "experts",
+        path,
+        as_json,
+        lambda _: bench_experts(path, config, nodes=counts, streams=running, prompt=prompt),
+        config=config,
+        limit_is="of local",
+        notes=("the front end has cores of its own; nodes have others, and share them where there are fewer than lanes",),
+    )
 
 
 def swap(

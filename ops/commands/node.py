@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ops.commands.logits import KvFormat
-from ops.commands.serve import Load, LogLevel, container, parse_size
+from ops.commands.serve import Load, LogLevel, Placement, container, parse_size
 
 
 def register(app: typer.Typer) -> None:
@@ -33,6 +33,7 @@ def register(app: typer.Typer) -> None:
             bool | None, typer.Option("--insecure/--no-insecure", help="Let other machines call unencrypted (no).")
         ] = None,
         load: Annotated[Load | None, typer.Option(help="Map the file, copy the share to memory, or auto (auto).")] = None,
+        placement: Annotated[Placement | None, typer.Option(help="Which weights lie on which NUMA node (auto).")] = None,
         kv_memory: Annotated[str | None, typer.Option(help="KV cache of the layers, for all front ends, such as 4GiB (planned).")] = None,
         kv_format: Annotated[KvFormat | None, typer.Option(help="Of that cache, as the front ends have it (bf16).")] = None,
         workers_per_node: Annotated[int | None, typer.Option(help="Worker processes per NUMA node; 0 computes in this process.")] = None,
@@ -60,6 +61,7 @@ def register(app: typer.Typer) -> None:
             tls_ca=tls_ca,
             insecure=insecure,
             load=load and load.value,
+            placement=placement and placement.value,
             workers_per_node=workers_per_node,
             threads_per_worker=threads_per_worker,
             metrics_host=metrics_host,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -12,6 +13,7 @@ import typer
 
 from ops.commands.convert import Quant, progress_bar
 from ops.commands.logits import KvFormat
+from service.transport import FEWER_HOPS, VARIABLE
 
 MADE_HERE = ("demo", "random")
 
@@ -194,6 +196,8 @@ def register(app: typer.Typer) -> None:
             made = " and ".join(MADE_HERE)
             raise typer.BadParameter(f"--quant {quant.value}: only {made} are made here; {model} has a format already: leave it out")
         settings = settings.with_(model=container(model, cache_dir(), (quant or Quant.BF16).value))
+        if settings.nodes:
+            os.environ.setdefault(VARIABLE, FEWER_HOPS)
         from service.address import check_address
         from service.opening import begin_opening
         from service.operator_socket import check_socket

@@ -6,7 +6,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from importlib.metadata import version
 
 from colibri.v1 import node_pb2
@@ -16,20 +16,16 @@ from service.config import ConfigError
 from service.node.batches import BatchError, Work
 from service.node.config import NodeConfig
 from service.node.layers import LayerWork, Room, Rooms
+from service.node.news import News
 from service.wire import PROTOCOL
-from workers.keeping import Keep, Range, kept_ranges, left_out
+from workers.keeping import Keep, Range
 from workers.layout import Layout, LayoutError, read_digest, read_layout
-from workers.mapping import MADV_POPULATE_READ, PAGE, advise, mapped
 from workers.slot import SupervisorConfig
 from workers.team import Team, TeamConfig
 
 _STARTS = 3  # tries of a worker within start_timeout
 _MAX_SEQS = 256  # of a session that runs layers; requests with more are cut
 _FORMAT_NAMES = {number: name for name, number in FORMATS.items()}
-
-
-class AssignError(ValueError):
-    """A share can't be held; says which and why."""
 
 
 class Agent:
@@ -42,7 +38,7 @@ class Agent:
         self.layout, self.digest = _read(config)
         self.experts_of = tuple(len(layer) for layer in self.layout.layers)
         self.instance = secrets.token_hex(8)
-        self.draining = False
+        self.news = News()
         self.not_held = 0  # pairs computed of experts that are not held
         self.ranges = _check_ranges(config, len(self.layout.layers))
         layers = enumerate(self.layout.layers)
@@ -92,34 +88,13 @@ class Agent:
         self.not_held += sum(count for expert, count in zip(work.batch.experts, work.batch.counts, strict=True) if expert not in held)
 
     def assign(self, shares: Mapping[int, tuple[int, ...]]) -> None:
-        """Holds these experts from now on. What is new is read into memory first; what is no longer held is given up then. AssignError."""
+        """Holds these experts from now on: what is new is in memory when it returns, that of what is no longer held is given back.
+        ShareError: nothing has changed."""
         wanted = {layer: experts for layer, experts in sorted(shares.items()) if experts}
         with self._changing:
-            before, after = self._ranges(self._held), self._ranges(wanted)
-            self._populate(left_out(after, before))
+            self.team.hold(_pairs(wanted))
             self._held = wanted
-            self.team.give_up(left_out(before, after))
-
-    def _ranges(self, held: Mapping[int, tuple[int, ...]]) -> tuple[Range, ...]:
-        experts = frozenset((layer, expert) for layer, own in held.items() for expert in own)
-        try:
-            return kept_ranges(self.layout, Keep(experts, backbone=False))
-        except LayoutError as error:
-            raise AssignError(str(error)) from error
-
-    def _populate(self, ranges: Iterable[Range]) -> None:
-        """An assignable node maps the file: who reads its pages once has them for the workers too."""
-        fd = os.open(self.config.model, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            for begin, end in ranges:
-                with mapped(fd, end - begin, writable=False, offset=begin) as address:
-                    refusal = advise(address, -(-(end - begin) // PAGE) * PAGE, MADV_POPULATE_READ)
-                    if refusal:
-                        raise AssignError(f"bytes {begin} to {end} of the model's file can't be read: {os.strerror(refusal)}")
-        except OSError as error:
-            raise AssignError(f"the model's file can't be mapped: {error.strerror}") from error
-        finally:
-            os.close(fd)
+            self.news.tell()
 
     @property
     def share_bytes(self) -> int:
@@ -130,7 +105,7 @@ class Agent:
 
     def describe(self) -> node_pb2.NodeDescription:
         """What the node is and holds."""
-        info = self.team.model.info
+        revision, info = self.news.revision, self.team.model.info  # first: what changes meanwhile has a later one
         description = node_pb2.NodeDescription(
             name=self.config.own_name,
             instance=self.instance,
@@ -147,7 +122,8 @@ class Agent:
             lanes=self.team.plan.lanes,
             memory_bytes=sum(node.memory_bytes for node in self.team.topology.nodes),
             share_bytes=self.share_bytes,
-            state=node_pb2.NODE_STATE_DRAINING if self.draining else node_pb2.NODE_STATE_READY,
+            state=node_pb2.NODE_STATE_DRAINING if self.news.draining else node_pb2.NODE_STATE_READY,
+            revision=revision,
         )
         for layer, experts in self._held.items():
             description.shares.add(layer=layer, experts=experts)
@@ -174,6 +150,10 @@ def _read(config: NodeConfig) -> tuple[Layout, str]:
         os.close(fd)
 
 
+def _pairs(held: Mapping[int, tuple[int, ...]]) -> frozenset[tuple[int, int]]:
+    return frozenset((layer, expert) for layer, own in held.items() for expert in own)
+
+
 def _check_ranges(config: NodeConfig, layers: int) -> tuple[Range, ...]:
     if config.ranges and config.ranges[-1][1] > layers:
         raise ConfigError(f"layers {config.layers}: there is no layer {config.ranges[-1][1] - 1}, the model has {layers}, from 0 on")
@@ -182,7 +162,6 @@ def _check_ranges(config: NodeConfig, layers: int) -> tuple[Range, ...]:
 
 def _team_config(config: NodeConfig, held: Mapping[int, tuple[int, ...]]) -> TeamConfig:
     """For experts a session without room for sequences. Nothing of the backbone is kept, but of layers that are run whole."""
-    experts = frozenset((layer, expert) for layer, own in held.items() for expert in own)
     seqs = min(_MAX_SEQS, config.max_rows) if config.layers else 1
     options = SessionOptions(
         max_rows=config.max_rows,
@@ -195,8 +174,9 @@ def _team_config(config: NodeConfig, held: Mapping[int, tuple[int, ...]]) -> Tea
     )
     return TeamConfig(
         load_mode=config.load,
-        placement="none",
-        keep=Keep(experts, backbone=False, layers=config.ranges),
+        placement=config.placement,
+        keep=Keep(_pairs(held), backbone=False, layers=config.ranges),
+        grows=config.assignable,
         kv_bytes=config.kv_memory,
         kv_layers=sum(end - first for first, end in config.ranges) or None,
         workers_per_node=config.workers_per_node,

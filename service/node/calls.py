@@ -21,12 +21,13 @@ from google.rpc.error_details_pb2 import ErrorInfo
 from colibri.v1 import experts_pb2 as pb, node_pb2
 from engine_c import EngineError
 from service.errors import DOMAIN, Refusal
-from service.node.agent import Agent, AssignError
+from service.node.agent import Agent
 from service.node.batches import BatchError, check
 from service.node.hello import StreamRefused, batch_of, check_opening, failure_code
 from service.node.layers import NoRoom, Room, check_layers
 from service.node.metrics import NodeMetrics
 from service.wire import enclose
+from workers.growing import ShareError, ShareTooLarge, UnknownExpert
 
 log = logging.getLogger("colibri.node")
 
@@ -34,6 +35,7 @@ _SERVICE = pb.DESCRIPTOR.services_by_name["Experts"].full_name
 _RESULT = pb.ExecuteResponse.DESCRIPTOR.fields_by_name["result"].number
 _DATA = pb.ExpertResult.DESCRIPTOR.fields_by_name["data"].number
 _SAY_AGAIN = 60.0  # seconds
+_LONGEST_WAIT_MS = 10_000  # of a call that waits for news
 Done = tuple[bytes | bytearray, int, int]
 """An answer, the nanoseconds it was computed for, and those it waited before."""
 
@@ -51,7 +53,10 @@ class NodeCalls:
         self._agent = agent
 
     def Describe(self, request: node_pb2.DescribeRequest, context: grpc.ServicerContext) -> node_pb2.NodeDescription:
-        """What the node is and holds."""
+        """What the node is and holds; waits for news if asked to."""
+        if request.wait_ms:
+            seconds = min(request.wait_ms, _LONGEST_WAIT_MS) / 1e3
+            self._agent.news.wait(request.revision, seconds, room=self._agent.config.max_streams)
         return self._agent.describe()
 
     def Assign(self, request: node_pb2.AssignRequest, context: grpc.ServicerContext) -> node_pb2.NodeDescription:
@@ -68,8 +73,12 @@ class NodeCalls:
                 refuse(context, "INVALID_ARGUMENT", "BAD_SHARE", f"shares: the experts of layer {layer} must ascend, each once")
         try:
             agent.assign(shares)
-        except AssignError as error:
+        except UnknownExpert as error:
             refuse(context, "INVALID_ARGUMENT", "BAD_SHARE", f"shares: {error}")
+        except ShareTooLarge as error:
+            refuse(context, "RESOURCE_EXHAUSTED", "NO_ROOM", f"this share is not taken: {error}")
+        except ShareError as error:
+            refuse(context, "UNAVAILABLE", "SHARE_NOT_READ", f"this share is not taken: {error}")
         log.info("assigned %d experts, %d MiB", sum(map(len, shares.values())), agent.share_bytes >> 20)
         return agent.describe()
 
@@ -134,7 +143,7 @@ class ExpertCalls:
         opening, agent = request.open, self._agent
         peer = unquote(context.peer()).partition(":")[2]  # without the kind of address
         caller = f"{opening.front_end or 'a caller'} ({opening.version or 'no version'}) at {peer}"
-        if agent.draining:
+        if agent.news.draining:
             refuse(context, "UNAVAILABLE", "DRAINING", "this node is draining: it takes no more streams")
         try:
             prepared = check_opening(request, model=agent.model_name, digest=agent.digest, here="this node")

@@ -8,11 +8,13 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self, get_args
 
 from engine_c.structs import KV_FORMATS
 from service.config import ConfigError, read_settings
 from service.spans import Range, parse_ranges
+from workers.placement import Placement
+from workers.segments import LoadMode
 
 _SPAN = re.compile(r"(\d+)(?:-(\d+))?")
 _SHARE = re.compile(r"(\d+)/(\d+)")
@@ -38,7 +40,8 @@ class NodeConfig:
     metrics_host: str = "127.0.0.1"
     metrics_port: int | None = None  # Prometheus over HTTP; 0: any free one; None: none
 
-    load: Literal["auto", "map", "memfd"] = "auto"
+    load: LoadMode = "auto"
+    placement: Placement = "auto"  # over NUMA nodes, of what is held
     workers_per_node: int | None = None
     threads_per_worker: int | None = None
     max_rows: int = 512  # computed at a time; longer batches are cut
@@ -67,6 +70,9 @@ class NodeConfig:
             raise ConfigError(f"{', '.join(missing)} missing: mutual TLS needs a certificate, its key and an authority")
         if missing and not self.insecure and not _is_loopback(self.host):
             raise ConfigError(f"host {self.host} lets other machines call: give tls_cert, tls_key and tls_ca, or allow that with insecure")
+        for setting, choices in {"load": get_args(LoadMode), "placement": get_args(Placement)}.items():
+            if getattr(self, setting) not in choices:
+                raise ConfigError(f"{setting} is {getattr(self, setting)!r}: it must be one of {', '.join(choices)}")
         for setting in ("max_rows", "max_streams", "max_message_bytes"):
             if getattr(self, setting) < 1:
                 raise ConfigError(f"{setting} is {getattr(self, setting)}: it must be at least 1")

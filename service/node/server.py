@@ -1,7 +1,7 @@
 """A node's server: opens the share, answers until told to stop, drains.
 
-SIGTERM: the description says DRAINING and readiness NOT_SERVING; streams go on until their front ends have left or ask for nothing for a
-while, or the grace is over. A second signal hurries.
+SIGTERM: the description says DRAINING, which whoever waits for news hears at once, and readiness NOT_SERVING; streams go on until their
+front ends have left or ask for nothing for a while, or the grace is over. A second signal hurries.
 """
 
 from __future__ import annotations
@@ -9,12 +9,15 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import select
 import signal
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+from service.transport import FEWER_HOPS, VARIABLE
+
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # workers are exec'd; nothing forks once grpc runs
+os.environ.setdefault(VARIABLE, FEWER_HOPS)
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -35,7 +38,7 @@ log = logging.getLogger("colibri.node")
 _QUIET = 2.0  # seconds without a batch after which a draining node leaves though streams are open
 _LOOK_EVERY = 0.05
 _FAREWELL = 1.0  # seconds for the last answers to reach their callers
-_SPARE_THREADS = 8  # for calls other than streams
+_SPARE_THREADS = 8  # for calls other than streams and, for each, one that waits for news
 _SERVICES = (
     node_pb2.DESCRIPTOR.services_by_name["Node"].full_name,
     experts_pb2.DESCRIPTOR.services_by_name["Experts"].full_name,
@@ -50,18 +53,17 @@ class NodeServer:
     def __init__(self, config: NodeConfig) -> None:
         self.config = config
         self.port = 0  # bound
-        self._stop = threading.Event()
-        self._hurry = threading.Event()
+        self._signals = -1  # descriptor: a byte for each signal
 
     def run(self) -> None:
         """Serves until SIGTERM or SIGINT and drains. Raises ConfigError, or what the engine and workers raise, if it cannot start."""
-        with contextlib.ExitStack() as undo, self._signals():
+        with contextlib.ExitStack() as undo, self._signals_caught():
             agent = Agent(self.config)
             undo.callback(agent.close)
             metrics = NodeMetrics()
             calls = ExpertCalls(agent, metrics)
             self._show(metrics, agent, calls, undo)
-            pool = undo.enter_context(ThreadPoolExecutor(self.config.max_streams + _SPARE_THREADS, thread_name_prefix="node"))
+            pool = undo.enter_context(ThreadPoolExecutor(2 * self.config.max_streams + _SPARE_THREADS, thread_name_prefix="node"))
             watchers = undo.enter_context(ThreadPoolExecutor(2, thread_name_prefix="health"))
             statuses = health.HealthServicer(experimental_non_blocking=True, experimental_thread_pool=watchers)
             server = grpc.server(pool, options=channel_options(self.config.max_message_bytes))
@@ -76,16 +78,17 @@ class NodeServer:
             for service in (LIVENESS, EXPERTS):
                 statuses.set(service, health_pb2.HealthCheckResponse.SERVING)
             log.info("node %s serves %s on %s:%d", self.config.own_name, agent.model_name, self.config.host, self.port)
-            self._stop.wait()
-            agent.draining = True
+            self._signalled(None)
+            agent.news.tell(draining=True)
             statuses.set(EXPERTS, health_pb2.HealthCheckResponse.NOT_SERVING)
             self._drain(calls)
+            agent.news.leave()
 
     def _drain(self, calls: ExpertCalls) -> None:
         log.info("draining %d streams, for %.0f s at the most", calls.streams, self.config.drain_grace)
         waited = 0.0
         while calls.streams and waited < self.config.drain_grace and not (waited >= _QUIET and calls.quiet_for >= _QUIET):
-            if self._hurry.wait(_LOOK_EVERY):
+            if self._signalled(_LOOK_EVERY):
                 return
             waited += _LOOK_EVERY
 
@@ -123,17 +126,23 @@ class NodeServer:
         undo.callback(page.shutdown)
 
     @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        """Handlers for SIGTERM and SIGINT; as they were afterwards."""
-
-        def stop(*_: object) -> None:
-            if self._stop.is_set():
-                self._hurry.set()
-            self._stop.set()
-
-        former = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    def _signals_caught(self) -> Iterator[None]:
+        """SIGTERM and SIGINT are bytes in a pipe; as they were afterwards. Whichever thread the kernel chooses, and whatever it does, the
+        pipe has the byte at once."""
+        self._signals, told = os.pipe()
+        os.set_blocking(told, False)
+        former = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)}
+        before = signal.set_wakeup_fd(told)
         try:
             yield
         finally:
+            signal.set_wakeup_fd(before)
             for number, handler in former.items():
                 signal.signal(number, handler)
+            os.close(told)
+            os.close(self._signals)
+
+    def _signalled(self, seconds: float | None) -> bool:
+        """Waits for the next signal, so long at the most (None: for ever); whether it came."""
+        came, _, _ = select.select([self._signals], [], [], seconds)
+        return bool(came and os.read(self._signals, 1))

@@ -22,8 +22,8 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The nodes there are at one moment, by name. rows [layers][experts]: keys of those that hold the expert, in the order of names; one
-    that is leaving only if no other does."""
+    """The nodes there are at one moment, by name. rows [layers][experts]: keys of those that hold the expert, in the order of names, each
+    layer and expert beginning with another: ties go to the first. One that is leaving is there only if no other holds it."""
 
     layers: int
     experts: int
@@ -39,7 +39,8 @@ class Table:
             for layer, expert in holder.held:
                 if 0 <= layer < layers and 0 <= expert < experts and not (holder.leaving and cells[layer][expert]):
                     cells[layer][expert].append(holder.key)
-        return cls(layers, experts, ordered, tuple(tuple(map(tuple, row)) for row in cells))
+        rows = tuple(tuple(_turned(keys, layer + expert) for expert, keys in enumerate(row)) for layer, row in enumerate(cells))
+        return cls(layers, experts, ordered, rows)
 
     @property
     def ranged(self) -> frozenset[int]:
@@ -53,6 +54,11 @@ class Table:
         return [(layer, expert) for layer, count in rest for expert in range(count) if not self.rows[layer][expert]]
 
 
+def _turned(keys: Sequence[int], by: int) -> tuple[int, ...]:
+    at = by % len(keys) if keys else 0
+    return (*keys[at:], *keys[:at])
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
     """Experts by the key of who computes them, ascending; `left` has no holder."""
@@ -62,7 +68,7 @@ class Choice:
 
 
 def choose(row: Sequence[Sequence[int]], counts: Mapping[int, int], *, without: Collection[int] = ()) -> Choice:
-    """Who computes which experts of a layer: each the holder with the fewest rows so far, ties to the first name.
+    """Who computes which experts of a layer: each the holder with the fewest rows so far, ties to the first.
 
     row: holders of each expert. counts: rows of each expert that has any, ascending. without: keys not to be chosen. Experts with the
     fewest holders come first, then those with the most rows: they leave the least choice.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ HELLO_S = 3.0
 """Seconds for a node to say what it is, or to take the stream."""
 _EXECUTE = f"/{pb.DESCRIPTOR.services_by_name['Experts'].full_name}/Execute"
 _ASSIGN = 120.0  # seconds for a node to read a new share
+_NEWS_S = 1.0  # that a node keeps a question what it is, as long as nothing has changed
 _REFUSALS = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.RESOURCE_EXHAUSTED)  # of a stream that has not been taken
 _MESSAGE_BYTES = 1 << 30  # of a batch or its answer
 _OPTIONS: list[tuple[str, int | str]] = [
@@ -146,10 +148,12 @@ class Link:
         """Hands an encoded ExecuteRequest over; returns at once."""
         self._outgoing.put(request)
 
-    def ask(self, told: Callable[[node_pb2.NodeDescription], None], *, timeout: float) -> None:
-        """Asks again what the node is, and gives it up if it does not say. `told` is called on a thread of gRPC's."""
-        if self._asking is not None and not self._asking.done():
+    def ask(self, told: Callable[[node_pb2.NodeDescription], None], again: Callable[[], None], *, known: int, timeout: float) -> None:
+        """Asks again what the node is, and gives it up if it does not say. It keeps the question while its revision is the known one, for a
+        second, `timeout` more at the most. `told`, then `again`, are called on a thread of gRPC's."""
+        if self.waits:
             return
+        asked = time.monotonic()
 
         def done(future: grpc.Future[node_pb2.NodeDescription]) -> None:
             try:
@@ -160,10 +164,18 @@ class Link:
                 return
             else:
                 told(description)
+                if description.revision != known or time.monotonic() - asked > _NEWS_S / 2:  # else it does not keep questions
+                    again()
 
         with contextlib.suppress(ValueError):  # closed meanwhile
-            self._asking = self._node.Describe.future(node_pb2.DescribeRequest(), timeout=timeout)
+            request = node_pb2.DescribeRequest(revision=known, wait_ms=int(1e3 * _NEWS_S))
+            self._asking = self._node.Describe.future(request, timeout=timeout + _NEWS_S)
             self._asking.add_done_callback(done)
+
+    @property
+    def waits(self) -> bool:
+        """Whether the node has been asked for news and has yet to answer."""
+        return self._asking is not None and not self._asking.done()
 
     def assign(self, shares: Mapping[int, Sequence[int]]) -> node_pb2.NodeDescription:
         """Gives the node the experts to hold, by layer; returns when it has them. Unreachable."""

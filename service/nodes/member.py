@@ -152,13 +152,19 @@ class Member:
     def ask(self, timeout: float) -> None:
         """Asks what it is now; returns at once."""
         self.record.look(time.monotonic())
+        self._ask(timeout)
+
+    def _ask(self, timeout: float) -> None:
         link = self.link
         if link is not None and self.life.state in (State.READY, State.DRAINING):
-            link.ask(partial(self.hear, self._told), timeout=timeout)
+            again = partial(self._ask, timeout)
+            link.ask(partial(self.hear, self._told), again, known=self.description.revision, timeout=timeout)
 
     def describe(self, description: node_pb2.NodeDescription) -> None:
         """Takes in what it says of itself now. Any thread."""
         with self._lock:
+            if self.description.instance == description.instance and description.revision < self.description.revision:
+                return  # overtaken
             self._told += 1
             self.description = description
             held = frozenset((share.layer, expert) for share in description.shares for expert in share.experts)

@@ -14,9 +14,7 @@ _LABELS = ["model_name", "node"]
 
 
 def node_families(nodes: Mapping[str, Nodes]) -> Iterator[Metric]:
-    """Of all models that have nodes; none where there are none."""
-    if not nodes:
-        return
+    """Of all models that have nodes."""
     ready = GaugeMetricFamily("colibri_node_ready", "Whether a node computes for us, 1 or 0.", labels=_LABELS)
     held = GaugeMetricFamily("colibri_node_experts", "Experts a node holds, over all layers.", labels=_LABELS)
     layers = GaugeMetricFamily("colibri_node_layers", "Layers a node runs whole.", labels=_LABELS)

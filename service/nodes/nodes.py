@@ -90,6 +90,7 @@ def open_nodes(config: ServeConfig, artifact: Artifact, info: ModelInfo, *, kv_b
             replicas=config.nodes_replicas,
             redeal_s=config.nodes_redeal_s,
             slack=config.nodes_slack,
+            elsewhere=layers_of(config.layers_elsewhere),
         )
     )
     remote = NodeRemote(

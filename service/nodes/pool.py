@@ -28,7 +28,7 @@ Event = tuple[Link, pb.ExecuteResponse | None]
 @dataclass(frozen=True, slots=True)
 class PoolConfig:
     """Where nodes are and how they are asked. experts_of: experts of each layer, 0 where it has no router, of `experts`
-    at the most. Seconds where the name says so."""
+    at the most; of the layers `elsewhere`, which nodes run whole, none are dealt out. Seconds where the name says so."""
 
     places: tuple[Place, ...]
     by_name: bool
@@ -42,6 +42,7 @@ class PoolConfig:
     replicas: int
     redeal_s: float
     slack: float
+    elsewhere: frozenset[int] = frozenset()
 
 
 class NodePool:
@@ -51,7 +52,8 @@ class NodePool:
         self.config = config
         self.inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.members: dict[Place, Member] = {}  # replaced, never changed
-        self.dealing = Dealing(config.experts_of, replicas=config.replicas, redeal_s=config.redeal_s, slack=config.slack)
+        dealt = tuple(0 if layer in config.elsewhere else count for layer, count in enumerate(config.experts_of))
+        self.dealing = Dealing(dealt, replicas=config.replicas, redeal_s=config.redeal_s, slack=config.slack)
         self._links: dict[int, tuple[Member, Link]] = {}
         self._keys = itertools.count(1)
         self._lock = threading.RLock()

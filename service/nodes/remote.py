@@ -8,10 +8,7 @@ import queue
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Protocol
 
 from colibri.v1 import experts_pb2 as pb
 from engine_c import RemoteExperts, RemoteLayers, RemoteLost
@@ -24,6 +21,10 @@ from service.nodes.link import Link
 from service.nodes.pool import NodePool
 from service.request import Request
 from service.wire import enclose
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 log = logging.getLogger("colibri.nodes")
 HERE = 0
@@ -121,7 +122,13 @@ class NodeRemote:
         log.info("layers run by nodes from here on: %s", show_layers(table.ranged) or "none")
         return True
 
+    def forget_told(self) -> None:
+        """Somebody else has told the session who is there: `prepare` tells it anew."""
+        self._told = None
+
     def _mask(self, table: Table) -> npt.NDArray[np.bool_]:
+        import numpy as np  # here, as everywhere that a server without nodes comes through when it starts
+
         experts_of = self._pool.config.experts_of
         mask = np.zeros((table.layers, table.experts), np.bool_)
         for layer, count in enumerate(experts_of):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -24,7 +24,11 @@ def engine() -> Iterator[engines.Engine]:
     reason = engines.why_not()
     if reason:
         pytest.skip(f"NOT TESTED: containers. {reason}")
-    with engines.engine() as made:
+    with ExitStack() as stack:
+        try:
+            made = stack.enter_context(engines.engine())
+        except engines.NoEngine as none:
+            pytest.skip(f"NOT TESTED: containers. {none}")
         engines.import_base(made)
         yield made
 

@@ -71,6 +71,10 @@ def _dockerd_runs() -> bool:
     return any(process.info["name"] == "dockerd" for process in psutil.process_iter(["name"]))
 
 
+class NoEngine(Exception):
+    """This machine does not let a Docker engine start; the sentence says why."""
+
+
 @dataclass(frozen=True, slots=True)
 class Engine:
     """A running Docker engine."""
@@ -95,7 +99,7 @@ def run(command: Sequence[str], *, environ: dict[str, str], seconds: float, fold
 
 @contextlib.contextmanager
 def engine() -> Iterator[Engine]:
-    """The engine that runs here, or one of our own."""
+    """The engine that runs here, or one of our own. Raises NoEngine."""
     if not _dockerd_runs():
         with _own_engine() as made:
             yield made
@@ -110,7 +114,7 @@ def engine() -> Iterator[Engine]:
 
 @contextlib.contextmanager
 def _own_engine() -> Iterator[Engine]:
-    """Starts an engine; stops it, and leaves neither containers nor firewall policy behind."""
+    """Starts an engine; stops it, and leaves neither containers nor firewall policy behind. Raises NoEngine."""
     folder = Path(tempfile.mkdtemp(prefix="colibri-docker-"))
     made = Engine(folder / "docker.sock")
     policy = _forward_policy()
@@ -141,7 +145,9 @@ def _tidy(made: Engine) -> None:
 
 
 def _is_up(made: Engine, process: subprocess.Popen[bytes], log: Path) -> bool:
-    assert process.poll() is None, f"dockerd has ended:\n{log.read_text(errors='replace')[-3000:]}"
+    if process.poll() is not None:
+        last = log.read_text(errors="replace").splitlines()[-1:]
+        raise NoEngine(f"dockerd has ended with exit code {process.returncode}: {''.join(last)}")
     return _answers(made)
 
 
@@ -151,8 +157,10 @@ def _answers(made: Engine) -> bool:
 
 def _forward_policy() -> str:
     """dockerd makes it DROP, which would outlive it."""
-    said = subprocess.run(["iptables", "-S", "FORWARD"], capture_output=True, text=True, check=True).stdout
-    return said.split()[2]
+    said = subprocess.run(["iptables", "-S", "FORWARD"], capture_output=True, text=True, check=False)
+    if said.returncode != 0:
+        raise NoEngine(f"iptables: {said.stderr.strip()}")
+    return said.stdout.split()[2]
 
 
 def import_base(engine: Engine) -> None:

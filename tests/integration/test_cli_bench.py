@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from ops.bench.experts_nodes import Cores, share_cores
 from ops.random_model import SHAPES, make_model
 
 CLI = [sys.executable, "-m", "ops.cli", "bench"]
@@ -121,3 +122,19 @@ def test_peers_without_programs_say_what_to_build(tmp_path: Path) -> None:
     done = bench("peers", "--llama", tmp_path)
     assert done.returncode == 1
     assert "no llama-bench in" in done.stderr
+
+
+def test_experts_on_nodes_are_held_against_the_same_steps_here(tiny_model: Path) -> None:
+    rows = report("experts", tiny_model, "--nodes", "1,2", "--streams", "1,3", "--prompt", "4", "--samples", "1")
+    assert [case for case in rows if "there" in case] == [
+        f"{where}: {what} of {load}, there" for where in ("1 node", "2 nodes") for load in ("1 row", "3 rows") for what in ("layer", "step")
+    ]
+    assert rows["2 nodes: layer of 3 rows, there"]["details"]["nodes compute us"] > 0  # type: ignore[index]
+    assert rows["1 node: step of 1 row, there"]["limit"] == rows["1 node: step of 1 row, local"]["median"]
+
+
+def test_what_nodes_share_of_the_cores_leaves_the_front_end_its_own() -> None:
+    assert share_cores([0, 1], 3, lanes=1) == Cores((0,), ((1,),) * 3, shared=True)
+    assert share_cores([2, 3, 4, 5], 3, lanes=1) == Cores((2,), ((3,), (4,), (5,)), shared=False)
+    assert share_cores(range(6), 2, lanes=2) == Cores((0, 1), ((2, 3), (4, 5)), shared=False)
+    assert share_cores([0], 1, lanes=1) == Cores((0,), ((0,),), shared=True)

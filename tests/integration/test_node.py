@@ -8,7 +8,10 @@ import re
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -268,18 +271,63 @@ def test_memory_is_the_share_and_a_tenth_beside_the_processes_own(large_model: P
         assert 0.9 * said.share_bytes < grown < 1.1 * said.share_bytes
 
 
-def test_what_is_no_longer_assigned_is_given_up(large_model: Path, tmp_path: Path) -> None:
-    with node_of(large_model, "--share", "auto", "--workers-per-node", "2", log=tmp_path / "log") as node:
+def copied(node: Node) -> int:
+    """Bytes that the node's memory files of the model take, whether anybody maps them or not."""
+    folder = Path(f"/proc/{node.process.pid}/fd")
+    found = {path.stat().st_ino: path.stat().st_blocks * 512 for path in folder.iterdir() if ".colibri (deleted)" in os.readlink(path)}
+    return sum(found.values())
+
+
+@pytest.mark.parametrize("load", ["map", "memfd"])
+def test_what_is_no_longer_assigned_is_given_up(large_model: Path, tmp_path: Path, load: str) -> None:
+    with node_of(large_model, "--share", "auto", "--load", load, "--workers-per-node", "2", log=tmp_path / "log") as node:
         own, stub, answers = memory(node), node_pb2_grpc.NodeStub(node.channel), []
         for first in (0, 4, 8, 2, 0):
             wanted = [node_pb2.ExpertShare(layer=layer, experts=range(first, first + 4)) for layer in (0, 1)]
             said = stub.Assign(node_pb2.AssignRequest(shares=wanted), timeout=PATIENCE)
             answers.append(use(node, wanted, said.hidden))
             assert 0.9 * said.share_bytes < memory(node) - own < 1.1 * said.share_bytes
+            assert copied(node) == 0 if load == "map" else said.share_bytes <= copied(node) < 1.1 * said.share_bytes
         assert answers[-1] == answers[0] != answers[1]
         stub.Assign(node_pb2.AssignRequest(), timeout=PATIENCE)
+        assert copied(node) == 0
         assert memory(node) - own < 0.1 * said.share_bytes
         assert use(node, wanted, said.hidden) == answers[0], "what is not held is read from the file"
+
+
+@pytest.mark.parametrize("load", ["map", "memfd"])
+def test_shares_that_change_under_load_change_no_answer(tiny_model: Path, tmp_path: Path, load: str) -> None:
+    expected, hidden = computed_here(tiny_model)
+    with node_of(tiny_model, "--share", "auto", "--load", load, "--workers-per-node", "2", log=tmp_path / "log") as node:
+        stub, over = node_pb2_grpc.NodeStub(node.channel), threading.Event()
+
+        def asked() -> Iterator[pb.ExecuteRequest]:
+            yield opening()
+            while not over.is_set():
+                yield batch(hidden)
+
+        with ThreadPoolExecutor(2) as threads:
+            streams = [threads.submit(lambda: list(experts_pb2_grpc.ExpertsStub(node.channel).Execute(asked()))) for _ in range(2)]
+            try:
+                for turn in range(40):
+                    some = [node_pb2.ExpertShare(layer=LAYER, experts=experts) for experts in ((0, 2), (1, 2, 3), (), (3,))[turn % 4 :][:1]]
+                    stub.Assign(node_pb2.AssignRequest(shares=some), timeout=PATIENCE)
+            finally:
+                over.set()
+            answers = [answer.result.data for stream in streams for answer in stream.result()[1:]]
+        assert len(answers) > 40
+        assert set(answers) == {expected}
+
+
+def test_who_asks_for_news_waits_for_it(tiny_model: Path, tmp_path: Path) -> None:
+    with node_of(tiny_model, "--share", "auto", log=tmp_path / "log") as node:
+        stub, known = node_pb2_grpc.NodeStub(node.channel), node.describe().revision
+        began = time.monotonic()
+        same = stub.Describe(node_pb2.DescribeRequest(revision=known, wait_ms=300), timeout=PATIENCE)
+        assert (same.revision, time.monotonic() - began >= 0.3) == (known, True)
+        news = stub.Describe.future(node_pb2.DescribeRequest(revision=known, wait_ms=10_000), timeout=9)
+        stub.Assign(node_pb2.AssignRequest(shares=[node_pb2.ExpertShare(layer=1, experts=[1])]), timeout=PATIENCE)
+        assert [share.layer for share in news.result().shares] == [1]
 
 
 def test_a_worker_that_is_killed_changes_no_answer(tiny_model: Path, tmp_path: Path) -> None:
@@ -298,8 +346,12 @@ def test_on_sigterm_it_says_so_and_leaves_when_its_front_ends_have(tiny_model: P
         asked = iter([opening()])
         answers = experts_pb2_grpc.ExpertsStub(node.channel).Execute(_held_open(asked, node), timeout=PATIENCE)
         assert next(answers).opened.state == node_pb2.NODE_STATE_READY
+        stub, known = node_pb2_grpc.NodeStub(node.channel), node.describe().revision
+        news = stub.Describe.future(node_pb2.DescribeRequest(revision=known, wait_ms=10_000), timeout=9)
         node.process.send_signal(signal.SIGTERM)
-        until(lambda: node.describe().state == node_pb2.NODE_STATE_DRAINING, "the node says that it drains")
+        said = news.result()
+        assert (said.state, said.revision > known) == (node_pb2.NODE_STATE_DRAINING, True), "told at once, not when the wait was over"
+        assert node.describe().state == node_pb2.NODE_STATE_DRAINING
         assert node.health("colibri.v1.Experts") == health_pb2.HealthCheckResponse.NOT_SERVING
         with pytest.raises(grpc.RpcError) as refusal:
             node.execute(opening())
@@ -321,6 +373,7 @@ def _held_open(requests: Iterator[pb.ExecuteRequest], node: Node) -> Iterator[pb
         (["--experts", "0-9999"], "there is no expert 9999"),
         ([], "either experts"),
         (["--share", "auto", "--host", "0.0.0.0"], "tls_cert"),
+        (["--share", "auto", "--load", "map", "--placement", "rows"], "placement rows needs"),
         (["--share", "auto", "--tls-cert", "x"], "tls_key, tls_ca missing"),
     ],
 )

@@ -166,6 +166,29 @@ def test_without_node_and_file_calls_end_typed_and_go_on_when_it_is_back(thirds:
         assert told(front.target) == expected
 
 
+def test_a_node_that_drains_is_asked_no_more(thirds: Thirds, expected: list[Told], monkeypatch: pytest.MonkeyPatch) -> None:
+    node = thirds.nodes["n1"]
+    with over(thirds) as front:
+        wait_ready(front, "n1", "n2", "n3")
+        nodes = front.server.default.nodes
+        assert nodes is not None
+        member = next(member for member in nodes.members if member.name == "n1")
+        until(lambda: member.link is not None and member.link.waits, "its news is waited for")
+        monkeypatch.setattr("service.nodes.pool._ASK_EVERY", 3600.0)
+        node.signal(signal.SIGTERM)
+        try:
+            until(lambda: member.life.state is State.DRAINING, "it is seen to drain before it has left", timeout=PATIENCE)
+            asked = member.record.batches
+            assert told(front.target) == expected
+            assert (member.record.batches, member.record.failures) == (asked, 0)
+            assert node.popen is not None
+            assert node.popen.wait(PATIENCE) == 0
+        finally:
+            node.start()
+        monkeypatch.undo()
+        wait_ready(front, "n1", "n2", "n3")
+
+
 def test_another_model_is_refused_by_name(thirds: Thirds, tmp_path: Path) -> None:
     other = tmp_path / "other.colibri"
     make_model(other, SHAPES["tiny"], quant="int8", seed=2)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import signal
 import sys
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from colibri.v1 import operator_pb2 as op
 from ops.random_model import ModelShape, make_model
@@ -104,7 +106,7 @@ def dealt(serving: Serving, *names: str, copies: int = 1) -> bool:
     found = held(serving)
     settled = nodes_of(serving).pool.dealing.settled and found.keys() == set(names)
     even = copies * len(ALL) / len(names)
-    return settled and sum(map(len, found.values())) == copies * len(ALL) and all(len(pairs) <= 1.5 * even for pairs in found.values())
+    return settled and sum(map(len, found.values())) == copies * len(ALL) and all(0 < len(pairs) <= 1.5 * even for pairs in found.values())
 
 
 def wait_dealt(serving: Serving, *names: str, copies: int = 1) -> None:
@@ -196,12 +198,36 @@ def applied(before: dict[str, Pairs], report: op.RebalanceResponse) -> dict[str,
 
 def test_a_front_end_that_is_told_to_balances_by_itself(auto: Auto, tmp_path: Path, expected: list[list[int]]) -> None:
     auto.start(0, 1, 2)
-    with front(auto, tmp_path, nodes_balance="auto", rebalance_interval=1.0) as operated:
+    with front(auto, tmp_path, nodes_balance="auto", rebalance_interval=1.0, metrics_port=0) as operated:
         serving = operated.serving
         wait_dealt(serving, "n0", "n1", "n2")
         with never_lacking(serving):
             until(lambda: undisturbed(serving, TOKENS) == expected and nodes_of(serving).balancer.moved, "it has balanced")
             assert undisturbed(serving, TOKENS) == expected
+        until(lambda: told_alike(operated), "metrics and topology agree")
+        assert metrics(serving)["colibri_node_moves_total"] > 0
+        assert metrics(serving)["colibri_nodes_max_over_mean"] > 1
+
+
+def told_alike(operated: Operating) -> bool:
+    """Whether everything says that the nodes hold what they hold, and work."""
+    told, pairs = metrics(operated.serving), held(operated.serving)
+    topology = operated.stub.Topology(op.TopologyRequest(), timeout=PATIENCE)
+    remote = {node.name: node for node in topology.remote_nodes if node.name in pairs}
+    counts = {name: sum(len(share.experts) for share in node.shares) for name, node in remote.items()}
+    return (
+        counts == {name: told["colibri_node_experts", name] for name in pairs} == {name: len(own) for name, own in pairs.items()}
+        and all(told["colibri_node_held_bytes", name] == node.share_bytes > 0 for name, node in remote.items())
+        and all(told["colibri_node_pairs_per_second", name] > 0 < node.rows_per_second for name, node in remote.items())
+    )
+
+
+def metrics(serving: Serving) -> dict[object, float]:
+    """Values by name, and of those of nodes by name and node."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{serving.server.metrics.port}/metrics", timeout=PATIENCE) as response:
+        families = list(text_string_to_metric_families(response.read().decode()))
+    samples = [sample for family in families for sample in family.samples if sample.name.startswith("colibri_node")]
+    return {(s.name, s.labels["node"]) if "node" in s.labels else s.name: s.value for s in samples}
 
 
 def test_with_replicas_a_killed_node_fails_no_call(auto: Auto, tmp_path: Path, expected: list[list[int]]) -> None:

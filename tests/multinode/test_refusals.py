@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ops.random_model import ModelShape, make_model
+from service.wire import PROTOCOL
 from tests.fault.harness import limit, wait_for
 from tests.fault.load import Answer
 from tests.multinode.certificates import Authority, Pair
@@ -20,8 +21,8 @@ from tests.multinode.watching import flows, load, undisturbed
 pytestmark = pytest.mark.multinode
 OTHER_PROTOCOL = """
 import sys
-import service.node.agent as agent
-agent.PROTOCOL += 1  # before others have read it
+import service.wire as wire
+wire.PROTOCOL += 1  # before others have read it
 from ops.cli import main
 sys.argv[0] = "colibri"
 main()
@@ -80,8 +81,8 @@ def test_other_model_is_refused_on_both_sides(company: Company, small_model: Pat
 
 
 def test_other_protocol_is_refused_on_both_sides(company: Company) -> None:
-    refused(company.front, company.protocol, "protocol 2", "run one release on both")
-    company.protocol.wait_says("refused", "protocol 1", company.front.place.address, "run the same version on both")
+    refused(company.front, company.protocol, f"protocol {PROTOCOL + 1}", "run one release on both")
+    company.protocol.wait_says("refused", f"protocol {PROTOCOL}", company.front.place.address, "run the same version on both")
 
 
 def test_node_that_comes_back_with_another_model_is_refused_until_it_is_the_right_one(

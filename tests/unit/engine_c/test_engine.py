@@ -268,3 +268,18 @@ def test_instruction_sets_are_listed_and_unknown_ones_refused() -> None:
     engine_c.isa_select(None)
     assert engine_c.isa_name() in engine_c.isa_available()
     assert engine_c.version().count(".") == 2
+
+
+def test_who_waits_for_a_step_is_told_once_however_it_ends(session: Session) -> None:
+    bell = os.eventfd(0, os.EFD_NONBLOCK)
+    try:
+        session.step([SeqWork([1, 2, 3], 0, [0], 1)], tell=bell)
+        assert os.eventfd_read(bell) == 1
+        session.step([SeqWork([4], 3, [0], 1)])
+        with pytest.raises(BlockingIOError):
+            os.eventfd_read(bell)
+        with pytest.raises(EngineError, match="outside the vocabulary"):
+            session.step([SeqWork([1 << 20], 4, [0], 1)], tell=bell)
+        assert os.eventfd_read(bell) == 1
+    finally:
+        os.close(bell)

@@ -15,7 +15,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from typer.testing import CliRunner
 
 from ops.certs import CertsError, main, make_certificates
-from ops.cli import app
+from ops.cli import make_app
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="NOT TESTED: certificates. There is no openssl")
 EXPERTS = "colibri.v1.Experts"
@@ -48,7 +48,7 @@ def node(folder: Path) -> Iterator[str]:
 def health_of(target: str, folder: Path, role: str, *options: str) -> tuple[int, str]:
     """Exit code and words of `colibri health` with the certificate of a role."""
     files = [f"--tls-cert={folder / role}.crt", f"--tls-key={folder / role}.key", f"--tls-ca={folder}/ca.crt"]
-    done = CliRunner().invoke(app, ["health", target, "--service", EXPERTS, *files, *options])
+    done = CliRunner().invoke(make_app(), ["health", target, "--service", EXPERTS, *files, *options])
     return done.exit_code, done.output
 
 
@@ -107,6 +107,6 @@ def test_what_cannot_be_made_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_half_a_certificate_is_refused(certs: Path) -> None:
-    done = CliRunner().invoke(app, ["health", "127.0.0.1:1", f"--tls-cert={certs}/front.crt"])
+    done = CliRunner().invoke(make_app(), ["health", "127.0.0.1:1", f"--tls-cert={certs}/front.crt"])
     assert done.exit_code != 0
     assert "--tls-key, --tls-ca missing" in str(done.exception)

@@ -10,8 +10,9 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
-from ops.cli import run
+from ops.cli import MODULES, make_app, run
 from ops.models import resolve
 
 
@@ -143,6 +144,17 @@ def test_help_names_every_command_and_imports_nothing_heavy() -> None:
     for command in ("serve", "generate", "chat", "convert", "inspect", "verify", "logits", "bench", "health", "version"):
         assert f"  {command} " in done.stdout
     assert done.stderr.strip() == "[]"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_command_asked_for_is_registered_alone(module: str) -> None:
+    for command in MODULES[module]:
+        assert set(get_command(make_app(command)).commands) == set(MODULES[module])
+
+
+def test_an_unknown_command_meets_all_others() -> None:
+    everything = {command for commands in MODULES.values() for command in commands}
+    assert set(get_command(make_app("sevre")).commands) == set(get_command(make_app()).commands) == everything
 
 
 def test_closed_pipe_ends_quietly() -> None:

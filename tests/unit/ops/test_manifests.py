@@ -13,7 +13,7 @@ import pytest
 import yaml
 from typer.main import get_command
 
-from ops.cli import app
+from ops.cli import make_app
 from service.config import ServeConfig
 from tests.unit.ops.kustomize import Manifest, build
 
@@ -100,7 +100,7 @@ def test_nodes_are_found_where_front_ends_look(objects: list[Manifest]) -> None:
 
 
 def test_commands_and_settings_exist(objects: list[Manifest]) -> None:
-    commands = get_command(app).commands
+    commands = get_command(make_app()).commands
     for one in workloads(objects):
         container = pod(one)["containers"][0]
         name, *arguments = container["args"]

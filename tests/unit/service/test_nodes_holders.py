@@ -39,10 +39,18 @@ def test_with_a_choice_no_holder_has_more_than_the_heaviest_expert_beyond_anothe
     assert max(loads) - min(loads) <= max(counts.values(), default=0)
 
 
-def test_ties_go_to_the_first_name() -> None:
-    both = frozenset({(0, 0)})
+def test_ties_go_to_another_from_expert_to_expert_and_layer_to_layer() -> None:
+    both = frozenset({(0, 0), (0, 1), (1, 0)})
     rows = Table.of([Holder(1, "b", both), Holder(2, "a", both)], layers=LAYERS, experts=EXPERTS).rows
     assert choose(rows[0], {0: 5}).experts == {2: [0]}
+    assert choose(rows[0], {1: 5}).experts == {1: [1]}
+    assert choose(rows[1], {0: 5}).experts == {1: [0]}
+
+
+def test_one_that_leaves_is_asked_only_for_what_it_alone_holds() -> None:
+    leaving = Holder(1, "a", frozenset({(0, 0), (0, 1)}), leaving=True)
+    rows = Table.of([leaving, Holder(2, "b", frozenset({(0, 1)}))], layers=LAYERS, experts=EXPERTS).rows
+    assert (rows[0][0], rows[0][1]) == ((1,), (2,))
 
 
 def test_what_the_model_does_not_have_counts_for_nothing() -> None:
