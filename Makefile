@@ -17,7 +17,7 @@ C_TESTS := $(wildcard engine_c/tests/test_*.c)
 PROTOS := $(shell find proto -name '*.proto') proto/build_proto.py
 PYTHON_CODE := engine_c workers service ops proto tests setup.py
 
-.PHONY: help demo serve certs test test-arm test-compose test-numa soak check sanitize fuzz bench proto engine clean
+.PHONY: help demo serve certs test test-arm test-compose test-ray test-numa soak check sanitize fuzz bench proto engine clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -67,6 +67,10 @@ test: $(READY) $(VENV)/.dev demo-model ## run all tests
 
 test-numa: $(READY) $(VENV)/.dev ## the service in virtual machines with 1, 2 and 4 NUMA nodes (qemu; x86-64, Debian)
 	@$(PY) -m pytest -m numa tests/numa $(ARGS)
+
+test-ray: $(READY) $(VENV)/.dev ## node agents on a Ray cluster of three nodes on this machine (installs the extra `ray`)
+	@$(PY) -c 'import ray' 2>/dev/null || $(PY) -m pip install -q 'ray>=2.40'
+	@$(PY) -m pytest -m ray tests/ray $(ARGS)
 
 test-compose: $(READY) $(VENV)/.dev ## the containers on a Docker engine started for the tests (root; Debian: docker.io docker-compose iptables debootstrap)
 	@$(PY) -m pytest -m compose tests/compose $(ARGS)

@@ -13,7 +13,7 @@ from typing import Any, Literal, Self, get_args
 from engine_c import Damping
 from engine_c.structs import KV_FORMATS
 from service.damping import DampingError, parse_damping
-from service.nodes.addresses import AddressError, parse_places
+from service.nodes.addresses import AddressError, file_of, parse_places
 from service.spans import Range, parse_ranges
 
 _PREFIX = "COLIBRI_"
@@ -204,7 +204,7 @@ class ServeConfig:
             places, _ = parse_places(self.nodes)
         except AddressError as error:
             raise ConfigError(f"nodes: {error}") from error
-        abroad = [str(place) for place in places if not place.local]
+        abroad = [self.nodes] if file_of(self.nodes) else [str(place) for place in places if not place.local]
         if missing and abroad and not self.nodes_insecure:
             remedy = "set nodes_cert, nodes_key and nodes_ca, or nodes_insecure=on where the network lets nobody else in"
             raise ConfigError(f"nodes on other machines ({', '.join(abroad)}) are reached by mutual TLS: {remedy}")

@@ -37,7 +37,7 @@ def up(
     port: Annotated[int, typer.Option(min=1, max=65535, help="Of the first node; the others' follow.")] = 50061,
     cpus: Annotated[float, typer.Option(min=0, help="CPUs each takes in Ray's books.")] = 1.0,
     node_option: Annotated[list[str] | None, typer.Option(help="For `colibri node`, such as --insecure; repeat it.")] = None,
-    write: Annotated[Path | None, typer.Option(help="File to keep the nodes' addresses in, as `colibri serve --nodes` takes them.")] = None,
+    write: Annotated[Path | None, typer.Option(help="File for their addresses; `colibri serve --nodes file:PATH` follows it.")] = None,
 ) -> None:
     """Prints the addresses, and again when they change."""
     if port + nodes - 1 > 65535:
@@ -90,6 +90,11 @@ def _line(state: AgentState) -> str:
 def _tell(addresses: str, write: Path | None) -> None:
     print(f"colibri serve MODEL --nodes {addresses}", flush=True)
     if write is not None:
-        fresh = write.with_name(f".{write.name}.{os.getpid()}")
-        fresh.write_text(addresses + "\n", encoding="ascii")
-        fresh.replace(write)
+        write_addresses(addresses, write)
+
+
+def write_addresses(addresses: str, path: Path) -> None:
+    """Puts them into a file, which whoever reads it meanwhile finds whole."""
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    fresh.write_text(addresses + "\n", encoding="ascii")
+    fresh.replace(path)

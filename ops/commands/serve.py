@@ -99,7 +99,7 @@ def register(app: typer.Typer) -> None:
         rebalance: Annotated[Rebalance | None, typer.Option(help="Let experts move between NUMA nodes as the load asks for (off).")] = None,
         rebalance_interval: Annotated[float | None, typer.Option(help="Seconds between two looks at the load (30).")] = None,
         rebalance_replicas: Annotated[int | None, typer.Option(help="Further copies of experts a layer may have in all (0).")] = None,
-        nodes: Annotated[str | None, typer.Option(help="Nodes that compute experts: dns:///NAME:PORT or HOST:PORT,HOST:PORT.")] = None,
+        nodes: Annotated[str | None, typer.Option(help="Nodes that compute: dns:///NAME:PORT, HOST:PORT,HOST:PORT or file:PATH.")] = None,
         nodes_cert: Annotated[str | None, typer.Option(help="This front end's certificate for nodes, PEM.")] = None,
         nodes_key: Annotated[str | None, typer.Option(help="Its key.")] = None,
         nodes_ca: Annotated[str | None, typer.Option(help="The authority that signs nodes' certificates.")] = None,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ops.ray.agent import Agent, AgentSpec
@@ -119,7 +119,7 @@ class Launcher:
             return AgentState(name, "", "", 0, 0, "no Ray node is free for it")
         try:
             pid, restarts, error = ray.get(placed.actor.state.remote(), timeout=_ANSWER)
-        except (RayActorError, ray.exceptions.GetTimeoutError):
+        except RayError:  # it is dead, or has no Ray node, or does not answer in time
             pid, restarts, error = 0, 0, "its actor is being restarted"
         return AgentState(name, placed.address, placed.ray_node, pid, restarts, error)
 

@@ -1,4 +1,4 @@
-"""Where nodes are looked for: a list of addresses, or a name with an address for each node."""
+"""Where nodes are looked for: a list of addresses, a name with an address for each node, or a file with a list that is read anew."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import socket
 from dataclasses import dataclass
 
 _DNS = "dns:///"
+_FILE = "file:"
 
 
 class AddressError(ValueError):
@@ -29,17 +30,35 @@ class Place:
 
 
 def parse_places(text: str) -> tuple[tuple[Place, ...], bool]:
-    """The places in "dns:///nodes:50061" or "a:50061,b:50061", and whether each stands for all addresses of its name. AddressError."""
+    """The places in "dns:///nodes:50061" or "a:50061,b:50061", and whether each stands for all addresses of its name; none of a file.
+    AddressError."""
+    if file_of(text):
+        return (), False
     by_name = text.startswith(_DNS)
     words = [text.removeprefix(_DNS)] if by_name else [word.strip() for word in text.split(",")]
     return tuple(_parse(word, text) for word in words), by_name
+
+
+def file_of(text: str) -> str:
+    """The path in "file:nodes.txt"; "" if it is no file."""
+    return text.removeprefix(_FILE) if text.startswith(_FILE) else ""
+
+
+def read_places(path: str) -> tuple[Place, ...]:
+    """The places in a file, which has them as --nodes does; none as long as it is not there or makes no sense."""
+    try:
+        with open(path, encoding="ascii") as file:
+            text = file.read().strip()
+        return parse_places(text)[0] if text and not file_of(text) else ()
+    except (OSError, UnicodeDecodeError, AddressError):
+        return ()
 
 
 def _parse(word: str, text: str) -> Place:
     host, _, port = word.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536 or "/" in host:
-        raise AddressError(f"{word!r} of {text!r} is no HOST:PORT; give dns:///NAME:PORT or HOST:PORT,HOST:PORT")
+        raise AddressError(f"{word!r} of {text!r} is no HOST:PORT; give dns:///NAME:PORT, HOST:PORT,HOST:PORT or file:PATH")
     return Place(host, int(port))
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from engine_c import ModelInfo, isa_name
 from service.artifact import Artifact
 from service.config import ConfigError, ServeConfig
-from service.nodes.addresses import parse_places
+from service.nodes.addresses import file_of, parse_places
 from service.nodes.balancing import NodeBalancer
 from service.nodes.legs import layers_of
 from service.nodes.link import Identity, Link, Secrets
@@ -71,6 +71,7 @@ def open_nodes(config: ServeConfig, artifact: Artifact, info: ModelInfo, *, kv_b
         PoolConfig(
             places=places,
             by_name=by_name,
+            file=file_of(config.nodes),
             identity=Identity(
                 socket.gethostname(),
                 artifact.name,

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from colibri.v1 import experts_pb2 as pb
-from service.nodes.addresses import Place, resolve
+from service.nodes.addresses import Place, read_places, resolve
 from service.nodes.dealing import Dealing
 from service.nodes.holders import Table
 from service.nodes.link import Identity, Link, Refused
@@ -32,6 +32,7 @@ class PoolConfig:
 
     places: tuple[Place, ...]
     by_name: bool
+    file: str  # that has them, in place of those; "": none
     identity: Identity
     dial: Callable[[str, int], Link]
     why_no_tls: Callable[[str], str]
@@ -151,7 +152,8 @@ class NodePool:
             self._wake.clear()
 
     def _resolve(self) -> None:
-        found = resolve(self.config.places, by_name=self.config.by_name)
+        config = self.config
+        found = read_places(config.file) if config.file else resolve(config.places, by_name=config.by_name)
         if not found and self.members:
             return  # the name service is away; a name that means nobody any more would be worse for us than for them
         gone = [member for place, member in self.members.items() if place not in found]
