@@ -7,7 +7,7 @@ import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
-_PATIENCE = 5.0  # seconds
+_PATIENCE = 2.0  # seconds
 # What an HTTP/2 client begins with (RFC 9113): the preface and empty settings. A server that lets us in answers with settings of its own.
 _GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 
@@ -40,12 +40,27 @@ def why_refused(address: str, files: TlsFiles) -> str:
         remedy = f"is it for the host {name}, and signed by the authority in {files.ca}?"
         return f"the server's certificate is not to be trusted: {error.verify_message}; {remedy}"
     except ssl.SSLError as error:
+        if error.reason == "WRONG_VERSION_NUMBER":
+            return "it does not speak TLS: start it with a certificate too, or have neither side use one"
         return f"the TLS handshake failed: {_words(error)}; {_accepted(files)}"
     except ConnectionResetError:
         answer = b""
     except (OSError, ValueError):  # not reached: gRPC says so itself
         return ""
     return "" if answer else f"the server ended the connection when it had seen the certificate; {_accepted(files)}"
+
+
+def speaks_tls(address: str) -> bool:
+    """Whether it does at a HOST:PORT, whomever it would let in."""
+    host, _, port = address.rpartition(":")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), _PATIENCE) as raw, context.wrap_socket(raw):
+            return True
+    except (OSError, ValueError):
+        return False
 
 
 def _context(files: TlsFiles) -> ssl.SSLContext:

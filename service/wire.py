@@ -64,12 +64,12 @@ def _find(raw: bytes, at: int, field: int) -> tuple[int, int, int] | None:
 
 
 def _length(raw: bytes, at: int) -> tuple[int, int]:
-    """A length below 2^28 in as few bytes as it takes, and where what has it begins; -1: it is none."""
+    """A length of at most four bytes, and where what has it begins; -1: there is none."""
     length = 0
     for shift, byte in zip(range(0, 28, 7), raw[at : at + 4], strict=False):
         length |= (byte & 127) << shift
         if byte < 128:
-            return (length, at + shift // 7 + 1) if byte or not shift else (-1, at)
+            return length, at + shift // 7 + 1
     return -1, at
 
 

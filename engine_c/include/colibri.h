@@ -426,8 +426,8 @@ COLIBRI_API float *colibri_remote_x(colibri_session *session, int64_t *stride);
 COLIBRI_API int colibri_step_local(colibri_session *session, colibri_error *err);
 /* Goes on; results, seq_status and stats as for colibri_step. COLIBRI_ESTATE while outputs are missing: the step waits still. */
 COLIBRI_API int colibri_step_resume(colibri_session *session, colibri_row_result *results, int32_t *seq_status, colibri_step_stats *stats, colibri_error *err);
-/* Ends a step that waits, as if it had failed: routing states in slots are what they were before it. The batch must still be there. Does nothing if none
- * waits. */
+/* Ends a step that waits, as if it had failed: routing states in slots are what they were before it, and nothing of it is counted. The batch must still
+ * be there. Does nothing if none waits. */
 COLIBRI_API void colibri_step_abandon(colibri_session *session);
 
 enum colibri_rows_kind { COLIBRI_ROWS_PREPARED = 0, COLIBRI_ROWS_F32 = 1, COLIBRI_ROWS_BF16 = 2 };

@@ -102,9 +102,10 @@ static void take_routing(colibri_session *s, const colibri_batch *b) {
     s->damped |= b->seqs[n].damping >= 0 && b->dampings[b->seqs[n].damping].kind != COLIBRI_DAMPING_OFF;
     s->margins |= b->seqs[n].margins;
   }
-  if (s->has_remote && s->damped) colibri_damper_save(&s->damper, b);
+  int may_be_given_up = s->has_remote || s->n_ranges;
+  if (may_be_given_up && s->damped) colibri_damper_save(&s->damper, b);
   colibri_damper_begin(&s->damper, b);
-  colibri_counts_begin(&s->counts, b);
+  colibri_counts_begin(&s->counts, b, may_be_given_up);
 }
 
 static void take_batch(colibri_session *s, const colibri_batch *b) {
@@ -388,6 +389,7 @@ static int run_on(colibri_session *s, colibri_row_result *results, int32_t *seq_
   }
   run_head(s);
   give_results(s, results, seq_status);
+  colibri_counts_end(&s->counts);
   if (s->model->n_nodes > 1) add_homes(s, 1);
   s->stats.step_ns = colibri_now_ns() - s->began;
   return COLIBRI_OK;
@@ -465,13 +467,12 @@ int colibri_step_resume(colibri_session *s, colibri_row_result *results, int32_t
   return rc;
 }
 
-/* The same batch may be tried again: its sequences' routing states are those it began with. What was counted stays counted. */
+/* The same batch may be tried again: its sequences' routing states are those it began with, and nothing of it was counted. */
 void colibri_step_abandon(colibri_session *s) {
   if (s->stage == COLIBRI_STAGE_IDLE) return;
   s->stage = COLIBRI_STAGE_IDLE;
   if (s->damped) colibri_damper_restore(&s->damper, s->batch);
-  for (int n = 0; n < s->batch->n_seqs; n++)
-    if (s->batch->seqs[n].slot >= 0) s->counts.next[s->batch->seqs[n].slot] = s->batch->seqs[n].start;
+  colibri_counts_abandon(&s->counts);
 }
 
 /* ---------------------------------------------------------------- layers by themselves, for another's step */

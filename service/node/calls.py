@@ -34,6 +34,7 @@ log = logging.getLogger("colibri.node")
 _SERVICE = pb.DESCRIPTOR.services_by_name["Experts"].full_name
 _RESULT = pb.ExecuteResponse.DESCRIPTOR.fields_by_name["result"].number
 _DATA = pb.ExpertResult.DESCRIPTOR.fields_by_name["data"].number
+_SAY_AGAIN = 60.0  # seconds
 _LONGEST_WAIT_MS = 10_000  # of a call that waits for news
 Done = tuple[bytes | bytearray, int, int]
 """An answer, the nanoseconds it was computed for, and those it waited before."""
@@ -100,6 +101,7 @@ class ExpertCalls:
         self._metrics = metrics
         self._lock = threading.Lock()
         self._last = time.monotonic()
+        self._refused: dict[tuple[str, str], float] = {}  # when it was last said of a host why
         self.streams = 0
 
     @property
@@ -147,10 +149,19 @@ class ExpertCalls:
             prepared = check_opening(request, model=agent.model_name, digest=agent.digest, here="this node")
             room = self._room(opening, caller) if opening.kv_blocks else None
         except StreamRefused as refused:
-            log.warning("refused %s: %s", caller, refused)
+            self._say_refused(opening, peer, str(refused))
             refuse(context, refused.code, refused.reason, str(refused))
         log.info("%s has opened a stream%s", caller, f" with {room.blocks} KV blocks" if room else "")
         return Stream(caller, prepared, room)
+
+    def _say_refused(self, opening: pb.OpenStream, peer: str, sentence: str) -> None:
+        """Once a minute for each reason: front ends look again every second."""
+        host, now = peer.rpartition(":")[0], time.monotonic()
+        with self._lock:
+            self._refused = {key: at for key, at in self._refused.items() if now - at < _SAY_AGAIN}
+            news = self._refused.setdefault((host, sentence), now) == now
+        if news:
+            log.warning("refused %s (%s) at %s: %s", opening.front_end or "a caller", opening.version or "no version", host, sentence)
 
     def _room(self, opening: pb.OpenStream, caller: str) -> Room:
         agent, format_name = self._agent, self._agent.config.kv_format

@@ -40,7 +40,7 @@ class Flight:
     open: dict[int, Sent] = field(default_factory=dict)
     wanted: set[int] = field(init=False)
     gone: set[int] = field(default_factory=set)  # keys that are not asked again
-    hedged: int = 0  # batches that were asked twice
+    hedged: list[int] = field(default_factory=list)  # keys of those whose batches were asked of others too, one for each batch
 
     def __post_init__(self) -> None:
         self.wanted = set(self.counts)
@@ -98,7 +98,8 @@ class Flight:
             todo = {expert: self.counts[expert] for expert in slow.experts if expert in self.wanted}
             choice = choose(self.row(), todo, without={*self.gone, slow.key})
             made += [self._sent(key, chosen, now, 0.0) for key, chosen in choice.experts.items()]
-            self.hedged += bool(choice.experts)
+            if choice.experts:
+                self.hedged.append(slow.key)
         return made
 
     def next_time(self) -> float:

@@ -32,7 +32,11 @@ _OPTIONS: list[tuple[str, int | str]] = [
 
 
 class Unreachable(Exception):
-    """The node can't be had for now; the sentence says why."""
+    """The node can't be had for now; the sentence says why. silent: for it says nothing at all."""
+
+    def __init__(self, sentence: str, *, silent: bool = False) -> None:
+        super().__init__(sentence)
+        self.silent = silent
 
 
 class Refused(Exception):
@@ -216,7 +220,7 @@ def _in_words() -> Iterator[None]:
     except grpc.RpcError as error:
         if error.code() is grpc.StatusCode.UNIMPLEMENTED:
             raise Refused("it is no node: start it by `colibri node`") from error
-        raise Unreachable(_words(error)) from error
+        raise Unreachable(_words(error), silent=error.code() is grpc.StatusCode.DEADLINE_EXCEEDED) from error
     except ValueError as error:
         raise Unreachable("the channel was closed") from error
 
@@ -234,4 +238,6 @@ def _words(error: grpc.RpcError) -> str:
     code, details = error.code(), error.details()
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return "it did not answer in time"
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in (details or ""):
+        return f"a batch is too long for it: {details}; start it with a larger max_message_bytes"
     return f"{code.name}: {details}" if details else str(code.name)

@@ -187,10 +187,10 @@ class Member:
             except Refused as refusal:
                 self._say(State.REFUSED, str(refusal))
             except Unreachable as failure:
-                self._give_up(str(failure))
+                self._give_up(str(failure), look=not failure.silent)
             except Exception:
                 log.exception("node %s: a bug of ours", self.name)
-                self._give_up("a bug of ours; the log has it")
+                self._give_up("a bug of ours; the log has it", look=False)
             finally:
                 self.link = None
                 self.pool.lost(link)
@@ -215,11 +215,13 @@ class Member:
         watch.start()
 
         def told(answer: Answer) -> None:
-            if answer.message.WhichOneof("kind") == "opened":
+            if answer.message.WhichOneof("kind") != "opened":
+                self.pool.told(link, answer)
+            elif watch.finished.is_set():
+                link.end("it opened the stream twice")
+            else:
                 watch.cancel()
                 self._open(link, answer.message.opened)
-            else:
-                self.pool.told(link, answer)
 
         try:
             reason = link.read(told)
@@ -239,8 +241,8 @@ class Member:
         log.info("node %s at %s computes for us: it %s", self.name, self.place, what)
         self.pool.changed()
 
-    def _give_up(self, reason: str) -> None:
-        if trouble := self.why_no_tls(str(self.place)) if self.life.state is State.CONNECTING else "":
+    def _give_up(self, reason: str, *, look: bool) -> None:
+        if trouble := self.why_no_tls(str(self.place)) if look and self.life.state is State.CONNECTING else "":
             self._say(State.REFUSED, trouble)
         else:
             self._say(State.LOST, reason)

@@ -20,7 +20,7 @@ from service.nodes.link import Identity, Link, Secrets
 from service.nodes.member import Member
 from service.nodes.pool import NodePool, PoolConfig
 from service.nodes.remote import NodeRemote
-from service.tls import TlsFiles, why_refused
+from service.tls import TlsFiles, speaks_tls, why_refused
 from workers.automatic import Automatic, Keeper
 from workers.layout import LayoutError, read_digest
 
@@ -110,20 +110,17 @@ def open_nodes(config: ServeConfig, artifact: Artifact, info: ModelInfo, *, kv_b
     return Nodes(pool, remote, balancer)
 
 
-def _tls(config: ServeConfig, name: str) -> tuple[Secrets | None, partial[str] | _Never]:
+def _tls(config: ServeConfig, name: str) -> tuple[Secrets | None, Callable[[str], str]]:
     if not config.nodes_cert:
-        return None, _Never()
+        return None, _why_not_plain
     cert, key, ca = (_read(path) for path in (config.nodes_cert, config.nodes_key, config.nodes_ca))
     theirs = "the authority that the node was started with (--tls-ca)"
     files = TlsFiles(config.nodes_cert, config.nodes_key, config.nodes_ca, name, theirs)
     return Secrets(cert, key, ca, name), partial(why_refused, files=files)
 
 
-class _Never:
-    """Without TLS it is never why."""
-
-    def __call__(self, address: str) -> str:
-        return ""
+def _why_not_plain(address: str) -> str:
+    return "it asks for TLS: set nodes_cert, nodes_key and nodes_ca" if speaks_tls(address) else ""
 
 
 def _read(path: str) -> bytes:

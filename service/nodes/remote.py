@@ -282,8 +282,12 @@ class NodeRemote:
 
     def _hurry(self, call: RemoteExperts, flight: Flight) -> None:
         now = time.monotonic()
+        known = len(flight.hedged)
         for sent in flight.hedges(now):
             self._send(call, sent)
+        for key in flight.hedged[known:]:
+            if found := self._pool.link_of(key):
+                found[0].record.hedges += 1
         for key in flight.late(now):
             found = self._pool.link_of(key)
             if found is None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from tests.multinode.net import Network, Place
-from tests.multinode.processes import PORT, Process, wait_healthy
+from tests.multinode.processes import PORT, QUIET_SERVER, Process, wait_healthy
 from tests.multinode.relay import Relays
 
 _P = TypeVar("_P", bound=Process)
@@ -49,7 +49,7 @@ class Cluster:
             "none",
         ]
         target = self.relay(place, f"{name}-{len(self.processes)}")
-        process = self.begin(Process(place, command, self.folder / f"{name}.log", {"WORKERS_PER_NODE": str(workers)}))
+        process = self.begin(Process(place, command, self.folder / f"{name}.log", QUIET_SERVER | {"WORKERS_PER_NODE": str(workers)}))
         wait_healthy(process, target, "")
         return process, target
 

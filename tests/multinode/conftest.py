@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from ops.random_model import ModelShape, make_model
+from tests.fault.load import Answer
 from tests.multinode import net
 from tests.multinode.net import Network
+from tests.multinode.watching import local_answers
 
 _reason = functools.cache(net.why_not)
 
@@ -36,3 +38,9 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shape = ModelShape(layers=4, hidden=128, heads=4, kv_heads=2, ffn=192, experts=9, top_k=3, vocab=1024, max_context=1024)
     make_model(path, shape, quant="int8", seed=3)
     return path
+
+
+@pytest.fixture(scope="session")
+def expected(small_model: Path) -> list[Answer]:
+    """What it answers all by itself."""
+    return local_answers(small_model)

@@ -18,8 +18,10 @@ from tests.multinode.net import Place
 
 START_S = 30
 PORT = 50061
-QUIET = {"LOAD": "map", "WORKERS_PER_NODE": "0", "KV_MEMORY": "16M"}
+QUIET = {"LOAD": "map", "WORKERS_PER_NODE": "0"}
 """Settings of small processes that start fast; the tests about memory have others."""
+QUIET_SERVER = {"KV_MEMORY": "16M"}
+"""Of servers beside."""
 
 
 @dataclass
@@ -76,6 +78,10 @@ class Process:
     def terminate(self) -> int:
         """SIGTERM; returns the exit code."""
         self.signal(signal.SIGTERM)
+        return self.wait()
+
+    def wait(self) -> int:
+        """The exit code, when it has ended."""
         assert self.popen is not None
         return self.popen.wait(START_S * PATIENCE)
 

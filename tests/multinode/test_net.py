@@ -132,7 +132,7 @@ sys.stdin.read()
 def test_killed_maker_leaves_nothing(tmp_path: Path, small_model: Path) -> None:
     """Neither servers, one of them stopped, nor their workers, nor namespaces, nor anything in our own."""
     outside = Path("/proc/self/ns/net").readlink()
-    links = sorted(os.listdir("/sys/class/net"))
+    links = set(os.listdir("/sys/class/net"))
     command = [sys.executable, "-c", MAKER, str(tmp_path), str(small_model)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, text=True) as maker:
         assert maker.stdout is not None
@@ -145,5 +145,6 @@ def test_killed_maker_leaves_nothing(tmp_path: Path, small_model: Path) -> None:
         maker.send_signal(signal.SIGKILL)
     wait_for(lambda: not alive([*pids, *keepers]), seconds=limit(10), what="all processes have ended")
     assert not namespaces_in_use() & spaces
-    assert sorted(os.listdir("/sys/class/net")) == links
+    made = set(os.listdir("/sys/class/net")) - links
+    assert not [link for link in made if link.startswith("to")]  # others may have made some of theirs
     assert str(tmp_path) not in Path("/proc/self/mountinfo").read_text()

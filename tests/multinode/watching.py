@@ -40,12 +40,14 @@ def local_answers(model: Path) -> list[Answer]:
 
 
 @contextlib.contextmanager
-def load(target: str, expected: Sequence[Answer]) -> Iterator[Load]:
-    """STREAMS streams, under way when the block begins, until it ends. Whether they were answered rightly is for the test to say."""
+def load(target: str, expected: Sequence[Answer], *, begun: bool = True) -> Iterator[Load]:
+    """STREAMS streams, under way when the block begins unless told otherwise, until it ends. Whether they were answered rightly is for the
+    test to say."""
     made = Load(target, expected, streams=STREAMS, timeout=CALL_S, todo=requests())
     made.start()
     try:
-        flows(made)
+        if begun:
+            flows(made)
         yield made
     finally:
         made.stop()

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from engine_c import Damping, EngineError, ExpertBatch, Model, RemoteExperts, RemoteLost, SeqWork, Session, SessionOptions
+from engine_c import Damping, EngineError, ExpertBatch, Model, RemoteExperts, RemoteLost, SeqWork, Session, SessionOptions, Telemetry
 from ops.random_model import ModelShape, make_model
 
 SHAPE = ModelShape(layers=3, hidden=96, heads=4, kv_heads=2, ffn=80, experts=8, top_k=3, vocab=160, max_context=256)
@@ -168,6 +168,10 @@ def damped_run(session: Session, elsewhere: Elsewhere | None, *, lose: bool) -> 
     return found
 
 
+def counts_of(telemetry: Telemetry) -> dict[str, list[int]]:
+    return {name: getattr(telemetry, name).ravel().tolist() for name in Telemetry.__slots__}
+
+
 class LostAtLast(Elsewhere):
     """Computes everything here, and is lost in the last layer."""
 
@@ -177,10 +181,12 @@ class LostAtLast(Elsewhere):
 
 def test_damped_step_given_up_leaves_no_trace_in_the_next(model: Model) -> None:
     with Session(model, replace(OPTIONS, max_slots=4)) as front:
-        expected = damped_run(front, None, lose=False)
+        expected, counted = damped_run(front, None, lose=False), counts_of(front.telemetry())
         assert sum(changed for _, changed in expected) > 0
+    with Session(model, replace(OPTIONS, max_slots=4)) as front:
         front.set_remote(np.ones((SHAPE.layers, SHAPE.experts), np.bool_))
         got = damped_run(front, Elsewhere(front, lambda layer, expert: False), lose=True)
+        assert counts_of(front.telemetry()) == counted
     for (logits, changed), (want, want_changed) in zip(got, expected, strict=True):
         assert np.array_equal(logits, want)
         assert changed == want_changed

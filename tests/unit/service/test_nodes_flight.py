@@ -104,7 +104,7 @@ def test_hedges_go_to_other_holders_once() -> None:
     (other,) = made.hedges(0.5)
     assert {slow.key, other.key} == {1, 2}
     assert made.hedges(0.9) == []
-    assert made.hedged == 1
+    assert made.hedged == [slow.key]
     assert made.answered(other.id) == (other, [0])
     assert made.answered(slow.id) is None
 
