@@ -21,6 +21,7 @@ from service.nodes.lifecycle import State
 from service.nodes.link import Answer, Link
 from service.nodes.pool import NodePool
 from service.request import Request
+from service.spans import merge_ranges
 from service.wire import enclose
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ class NodeRemote:
         table = self._pool.table
         if table is not self._told:
             legs = plan_legs(table.holders, table.layers, kept=self.hops.legs)
-            session.set_remote(self._mask(table), [(leg.first, leg.end) for leg in legs])
+            session.set_remote(self._mask(table), merge_ranges([(leg.first, leg.end) for leg in legs]))
             self._told, self.hops.legs = table, legs
             self._missing = "" if self._fallback else self._uncovered(table)
         if self._missing:

@@ -106,10 +106,14 @@ def told(target: str) -> list[Told]:
     found = []
     with Client(target, timeout=PATIENCE) as client:
         for length in (1, 7, 33, 130):
-            request = generate_request(tokens=range(3, 3 + length), max_tokens=12, temperature=0.0, ignore_eos=True, top_logprobs=20)
-            answer = client.complete(request).logprobs
-            found.append([(top.token_id, top.logprob) for token in answer for top in token.top])
+            found.append(likeliest(client, range(3, 3 + length), 12))
     return found
+
+
+def likeliest(client: Client, prompt: range, tokens: int) -> Told:
+    """The likeliest tokens at each position of an answer, with their log-probabilities."""
+    request = generate_request(tokens=prompt, max_tokens=tokens, temperature=0.0, ignore_eos=True, top_logprobs=20)
+    return [(top.token_id, top.logprob) for token in client.complete(request).logprobs for top in token.top]
 
 
 @pytest.fixture(scope="module")
