@@ -110,6 +110,12 @@ class Member:
         return self.description.name or str(self.place)
 
     @property
+    def standing(self) -> str:
+        """How it stands, for people."""
+        shown = self.life.shown
+        return "not reached yet" if shown is State.LOST and not self.description.name else shown.value
+
+    @property
     def holder(self) -> Holder | None:
         """As the table has it; None if it is not to be asked. One that is draining does what it alone holds until others have it."""
         link, state = self.link, self.life.state
@@ -259,5 +265,5 @@ class Member:
             log.info("node %s at %s has left", self.name, self.place)
             return
         level = logging.INFO if state is State.DRAINING else logging.WARNING
-        what = "not reached yet" if state is State.LOST and not self.description.name else state.value
-        log.log(level, "node %s at %s is %s: %s", self.name, self.place, what, reason)
+        who = f"{self.description.name} at " if self.description.name else "at "
+        log.log(level, "node %s%s is %s: %s", who, self.place, self.standing, reason)

@@ -141,7 +141,7 @@ class NodeRemote:
         members = list(self._pool.members.values())
         ready = [m.name for m in members if m.life.shown is State.READY]
         absent = [m for m in members if m.name not in ready]
-        others = [f"{m.name} is {m.life.shown.value}{': ' + m.life.reason if m.life.reason else ''}" for m in absent]
+        others = [f"{m.name} is {m.standing}{': ' + m.life.reason if m.life.reason else ''}" for m in absent]
         found = [f"{', '.join(ready)} {'is' if len(ready) == 1 else 'are'} ready"] if ready else []
         states = "; ".join([*found, *others]) or self._pool.unresolved or "no node has been found"
         return f"{what}; {states}" + ("" if others or not ready else ": start nodes that hold them, or set nodes_fallback file")

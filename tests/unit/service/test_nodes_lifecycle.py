@@ -76,6 +76,11 @@ def test_one_that_never_answered_is_not_reached_yet() -> None:
     assert "for m: not reached yet for 0 s: refused" in remote_line(lost)
     lost.name = "n"
     assert "for m: lost for 0 s" in remote_line(lost)
+    node = member()
+    node.life.move(State.LOST, 1.0, "refused")
+    assert node.standing == "not reached yet"
+    node.describe(node_pb2.NodeDescription(name="n"))
+    assert node.standing == "lost"
 
 
 def test_nothing_moves_while_no_node_that_takes_shares_is_there() -> None:
