@@ -29,6 +29,9 @@ FIRST_PAUSE = 0.1
 """Seconds before a lost node is tried again; twice as long after each failure,"""
 LONGEST_PAUSE = 1.0
 """up to this: a node that is back serves within seconds."""
+STEADY_S = 5.0
+"""Seconds that a node must have been ready for its first pause to be short again: one that is given up sooner each time is not called on
+without end."""
 REFUSED_PAUSE = 1.0
 """Seconds before a refused one is looked at again."""
 
@@ -48,6 +51,7 @@ class Life:
     left: bool = False  # it was lost as it had said it would be
     _last: State = State.CONNECTING  # what came of it before it was tried again
     _pause: float = FIRST_PAUSE
+    _ready_at: float = 0.0
 
     def move(self, target: State, now: float, reason: str = "") -> bool:
         """Changes state; False if nobody need be told: it is lost still, in whatever words, or refused for the same reason as before."""
@@ -58,7 +62,9 @@ class Life:
             return False
         if target is State.LOST and self.state in (State.READY, State.DRAINING):
             self.losses += self.state is State.READY
-            self._pause = FIRST_PAUSE
+            self._pause = FIRST_PAUSE if now - self._ready_at >= STEADY_S else self._pause
+        if target is State.READY:
+            self._ready_at = now
         self.left = target is State.LOST and (self.left or self.state is State.DRAINING)
         other = target is not self.shown
         news = other or (target is not State.LOST and reason != self.reason)

@@ -179,7 +179,7 @@ class Link:
                 return
             else:
                 told(description)
-                if description.revision != known or time.monotonic() - asked > _NEWS_S / 2:  # else it does not keep questions
+                if asks_again(description.revision, known=known, waited=time.monotonic() - asked):
                     again()
 
         with contextlib.suppress(ValueError):  # closed meanwhile
@@ -211,6 +211,11 @@ class Link:
         """Frees everything."""
         self.end("it was closed")
         self._channel.close()
+
+
+def asks_again(revision: int, *, known: int, waited: float) -> bool:
+    """Whether a node that has answered after so many seconds is asked anew at once: not if it keeps no questions, or goes back."""
+    return revision > known or waited > _NEWS_S / 2
 
 
 @contextlib.contextmanager

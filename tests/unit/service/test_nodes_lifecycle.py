@@ -9,8 +9,8 @@ from ops.commands.workers import remote_line
 from service.nodes.addresses import Place
 from service.nodes.balancing import NodeBalancer
 from service.nodes.dealing import Dealing
-from service.nodes.lifecycle import Life, State
-from service.nodes.link import Answer, Identity, Link
+from service.nodes.lifecycle import FIRST_PAUSE, STEADY_S, Life, State
+from service.nodes.link import Answer, Identity, Link, asks_again
 from service.nodes.member import Member
 
 
@@ -89,3 +89,22 @@ def test_nothing_moves_while_no_node_that_takes_shares_is_there() -> None:
     dealing = Dealing((4,), replicas=1, redeal_s=10.0, slack=0.0)
     balancer = NodeBalancer(dealing, lambda: [node], expert_bytes=1, here=False)
     assert "no node that takes what it is assigned is there" in balancer.balance([[1.0] * 4], dry_run=True, timeout=1.0).report.plan.reason
+
+
+def test_a_node_that_is_given_up_soon_each_time_is_called_on_less_and_less() -> None:
+    life, now, pauses = Life(0.0), 0.0, []
+    for lasts in (1.0, 1.0, 1.0, 1.0, STEADY_S, 1.0):
+        life.move(State.READY, now)
+        now += lasts
+        life.move(State.LOST, now, "it was given up")
+        pauses.append(life.pause())
+        now += pauses[-1]
+        life.move(State.CONNECTING, now)
+    assert pauses == [FIRST_PAUSE, 2 * FIRST_PAUSE, 4 * FIRST_PAUSE, 8 * FIRST_PAUSE, FIRST_PAUSE, 2 * FIRST_PAUSE]
+
+
+def test_a_node_whose_revision_goes_back_is_not_asked_again_at_once() -> None:
+    assert asks_again(6, known=5, waited=0.0)
+    assert asks_again(5, known=5, waited=1.0)
+    assert not asks_again(5, known=5, waited=0.0)
+    assert not asks_again(4, known=5, waited=0.0)
