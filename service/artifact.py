@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from service.config import ConfigError
+from workers.layout import read_digest
 
 _HEADER = struct.Struct("<8sIIQQQII")
 _MAGIC = b"COLIBRI\0"
@@ -58,6 +59,7 @@ class Artifact:
     chat_template: str | None = None
     routed_layers: tuple[int, ...] = ()  # numbers of the layers that have a router, ascending
     weighs_input: bool = False  # routers' weights multiply what experts read, not what they give
+    digest: str = ""  # workers.layout.read_digest, of the file as it was when this was read
 
 
 def read_artifact(path: str | os.PathLike[str]) -> Artifact:
@@ -101,6 +103,7 @@ def _read(path: Path, file: BinaryIO) -> Artifact:
         chat_template=None if template is None else template.decode(),
         routed_layers=_read_routed_layers(descriptor.get("tensors", ())),
         weighs_input=isinstance(router, Mapping) and router.get("apply_at") == "input",
+        digest=read_digest(file.fileno()),
     )
 
 

@@ -166,10 +166,7 @@ class ServeConfig:
         return f"{host}:{self.port}"
 
     def _check_numbers(self) -> None:
-        for name, (low, high) in _RANGES.items():
-            value = getattr(self, name)
-            if value is not None and not low <= value <= high:
-                raise ConfigError(f"{name} is {value}: it must lie between {low} and {high}")
+        check_ranges(self, _RANGES)
 
     def _check_choices(self) -> None:
         choices = {"load": get_args(Load), "placement": get_args(Placement), "front_lane": get_args(FrontLane)}
@@ -253,6 +250,14 @@ _RANGES: dict[str, tuple[float, float]] = {
     "lane_grace": (0.0, 3600.0),
     "stall_after": (0.1, 86400.0),
 }
+
+
+def check_ranges(settings: object, ranges: Mapping[str, tuple[float, float]]) -> None:
+    """Refuses numbers that do not lie between two others; None, and nothing else, lies anywhere. Raises ConfigError."""
+    for name, (low, high) in ranges.items():
+        value = getattr(settings, name)
+        if value is not None and not low <= value <= high:
+            raise ConfigError(f"{name} is {value}: it must lie between {low} and {high}")
 
 
 def read_settings(kind: type, environ: Mapping[str, str] | None, overrides: Mapping[str, Any]) -> dict[str, Any]:

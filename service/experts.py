@@ -11,7 +11,7 @@ from colibri.v1 import experts_pb2 as pb, experts_pb2_grpc, inference_pb2
 from engine_c import GREEDY, EngineError, Routes
 from service.calls import Call, Calls, Context, aside, deadline, read_prompt
 from service.experts_forward import PIECE_ROWS, Block, forward_response, read_hidden, run_block
-from service.faults import EngineFault, InvalidField, WorkersLost, shown
+from service.faults import EngineFault, InvalidField, QueueFull, WorkersLost, shown
 from service.hosted import Hosted
 from service.messages import timings
 from service.models import ModelHost
@@ -22,13 +22,17 @@ from service.served import Prompt, ServedModel
 ANSWER_BYTES = 4 << 20
 """Of an answer: what gRPC clients take unless they are told otherwise."""
 _BESIDE = 1024  # bytes of an answer that are neither tokens nor tensors
+_STREAM_RETRY = 1.0  # seconds
 _OF_TOKEN = 8  # bytes of a token's number and of its bytes' frame
 
 
 class ExpertsServicer(experts_pb2_grpc.ExpertsServicer):
-    """Holds no state of its own but a counter."""
+    """Holds no state of its own but counters."""
 
-    def __init__(self, host: ModelHost) -> None:
+    def __init__(self, host: ModelHost, *, streams: int) -> None:
+        """streams: of Execute, at once, opened or not."""
+        self._most = streams
+        self._streams = 0
         self._calls = Calls(host)
         self._ids = itertools.count()
 
@@ -82,16 +86,24 @@ class ExpertsServicer(experts_pb2_grpc.ExpertsServicer):
 
     async def Execute(self, requests: AsyncIterator[pb.ExecuteRequest], context: Context) -> None:
         """A caller's mini-batches of experts, until it has no more."""
-        from service.experts_execute import Execution  # here: it needs numpy, which would hold up every start
+        from service.experts_execute import Execution, await_opening  # here: it needs numpy, which would hold up every start
 
-        opening = await anext(aiter(requests), pb.ExecuteRequest())
+        async def full(_call: Call, _hosted: Hosted) -> None:
+            raise QueueFull(f"{self._most} streams of experts are open already; try again", retry_after=_STREAM_RETRY)
 
         async def work(call: Call, hosted: Hosted) -> None:
             _check_split(hosted)
             await call.greet(context)
             await Execution(hosted, context, largest=ANSWER_BYTES - _BESIDE).run(opening, requests)
 
-        await self._calls.answer(context, opening.open.model, work)
+        if self._streams >= self._most:
+            await self._calls.answer(context, "", full)
+        self._streams += 1
+        try:
+            opening = await await_opening(requests)
+            await self._calls.answer(context, opening.open.model if opening is not None else "", work)
+        finally:
+            self._streams -= 1
 
 
 def _check_split(hosted: Hosted) -> None:

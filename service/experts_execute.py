@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 import time
 from collections.abc import AsyncIterator
@@ -19,12 +18,21 @@ from service.calls import Context, aside
 from service.experts_forward import PIECE_ROWS
 from service.faults import Draining, QueueFull, StreamMisfit
 from service.hosted import Hosted
+from service.node import hello
 from service.node.batches import BatchError, Kind, Work, check
-from service.node.hello import StreamRefused, batch_of, check_opening, failure_code
+from service.node.hello import StreamRefused, batch_of, check_opening, failure_code, never_opened
 from service.wire import PROTOCOL
-from workers.layout import read_digest
 
 _FORMAT_NAMES = {number: name for name, number in FORMATS.items()}
+
+
+async def await_opening(requests: AsyncIterator[pb.ExecuteRequest]) -> pb.ExecuteRequest | None:
+    """A stream's first message, an empty one if there is none; None if nothing comes in time."""
+    try:
+        async with asyncio.timeout(hello.OPENING_S):
+            return await anext(aiter(requests), pb.ExecuteRequest())
+    except TimeoutError:
+        return None
 
 
 class Execution:
@@ -39,11 +47,15 @@ class Execution:
         info, routed = hosted.model.info, hosted.model.artifact.routed_layers
         self._experts_of = tuple(info.experts if layer in routed else 1 for layer in range(info.layers))
 
-    async def run(self, opening: pb.ExecuteRequest, requests: AsyncIterator[pb.ExecuteRequest]) -> None:
-        """Answers until the caller has asked for all it wants. Raises the Fault that ends the stream."""
+    async def run(self, opening: pb.ExecuteRequest | None, requests: AsyncIterator[pb.ExecuteRequest]) -> None:
+        """Answers until the caller has asked for all it wants. opening: as await_opening gave it. Raises the Fault that ends the stream."""
         try:
-            digest = await asyncio.to_thread(_digest, self._hosted)
+            if opening is None:
+                raise never_opened()
+            digest = self._hosted.model.artifact.digest
             self._prepared = check_opening(opening, model=opening.open.model, digest=digest, here="this server")
+            if opening.open.kv_blocks:
+                raise StreamRefused("FAILED_PRECONDITION", "NO_LAYERS", "kv_blocks: this server runs no layers for others; ask a node")
             await self._context.write(pb.ExecuteResponse(opened=_describe(self._hosted, digest)))
             while (request := await self._next(requests)) is not None:
                 await self._context.write(await self._answer(batch_of(request)))
@@ -92,14 +104,6 @@ class Execution:
         """On the engine's thread."""
         began = time.perf_counter_ns()
         return self._hosted.team.session.run_experts(piece, kind=kind), time.perf_counter_ns() - began
-
-
-def _digest(hosted: Hosted) -> str:
-    fd = os.open(hosted.path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        return read_digest(fd)
-    finally:
-        os.close(fd)
 
 
 def _describe(hosted: Hosted, digest: str) -> node_pb2.NodeDescription:

@@ -183,7 +183,7 @@ class Server:
         checks = (ReadingInterceptor(lambda code: self.default.metrics.count_failure(code)),)
         server = grpc.aio.server(options=options, maximum_concurrent_rpcs=self.config.rpcs, interceptors=checks)
         add_inference(InferenceServicer(self.host), server)
-        experts_pb2_grpc.add_ExpertsServicer_to_server(ExpertsServicer(self.host), server)
+        experts_pb2_grpc.add_ExpertsServicer_to_server(ExpertsServicer(self.host, streams=max(1, self.config.rpcs // 4)), server)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, server)
         reflection.enable_server_reflection(_SERVICES, server)
         try:

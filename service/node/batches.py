@@ -79,6 +79,8 @@ def check(message: pb.ExpertBatch, *, hidden: int, experts_of: Sequence[int], la
     pairs = sum(counts)
     if pairs * hidden * 4 > largest:
         raise BatchError(f"counts: {pairs} pairs give an answer of more than {largest} bytes; ask for fewer at a time")
+    if message.weights and message.rows * hidden * 4 > largest:
+        raise BatchError(f"rows: {message.rows} of them give an answer of more than {largest} bytes; send fewer at a time")
     data, input_weights = message.data, message.input_weights  # each look at a field of bytes copies it
     kind = _check_rows(message.dtype, message.rows, len(data), hidden, prepared=prepared)
     row_of_pair = message.row_of_pair or _as_they_come(pairs, message.rows)

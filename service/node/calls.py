@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NoReturn
@@ -21,9 +22,10 @@ from google.rpc.error_details_pb2 import ErrorInfo
 from colibri.v1 import experts_pb2 as pb, node_pb2
 from engine_c import EngineError
 from service.errors import DOMAIN, Refusal
+from service.node import hello
 from service.node.agent import Agent
 from service.node.batches import BatchError, check
-from service.node.hello import StreamRefused, batch_of, check_opening, failure_code
+from service.node.hello import StreamRefused, batch_of, caller_of, check_opening, failure_code, never_opened, printable
 from service.node.layers import NoRoom, Room, check_layers
 from service.node.metrics import NodeMetrics
 from service.wire import enclose
@@ -35,6 +37,8 @@ _SERVICE = pb.DESCRIPTOR.services_by_name["Experts"].full_name
 _RESULT = pb.ExecuteResponse.DESCRIPTOR.fields_by_name["result"].number
 _DATA = pb.ExpertResult.DESCRIPTOR.fields_by_name["data"].number
 _SAY_AGAIN = 60.0  # seconds
+MAX_UNOPENED = 64
+"""Streams whose first message has not come: they take a thread, but not the place of one that is open."""
 _LONGEST_WAIT_MS = 10_000  # of a call that waits for news
 Done = tuple[bytes | bytearray, int, int]
 """An answer, the nanoseconds it was computed for, and those it waited before."""
@@ -102,6 +106,7 @@ class ExpertCalls:
         self._lock = threading.Lock()
         self._last = time.monotonic()
         self._refused: dict[tuple[str, str], float] = {}  # when it was last said of a host why
+        self._unopened = 0  # streams whose first message has not come
         self.streams = 0
 
     @property
@@ -119,6 +124,10 @@ class ExpertCalls:
 
     def Execute(self, requests: Iterator[pb.ExecuteRequest], context: grpc.ServicerContext) -> Iterator[bytes]:
         """One stream, from its opening to its end. Answers are encoded."""
+        try:
+            opening = self._await_opening(requests)
+        except StreamRefused as refused:
+            refuse(context, refused.code, refused.reason, str(refused))
         with self._lock:
             taken = self.streams < self._agent.config.max_streams
             self.streams += taken
@@ -126,7 +135,7 @@ class ExpertCalls:
             refuse(context, "RESOURCE_EXHAUSTED", "TOO_MANY_STREAMS", f"{self._agent.config.max_streams} streams are open already")
         stream: Stream | None = None
         try:
-            stream = self._open(next(requests, pb.ExecuteRequest()), context)
+            stream = self._open(opening, context)
             yield pb.ExecuteResponse(opened=self._agent.describe()).SerializeToString()
             for request in requests:
                 layers = request.WhichOneof("kind") == "layers"
@@ -139,10 +148,23 @@ class ExpertCalls:
             with self._lock:
                 self.streams -= 1
 
+    def _await_opening(self, requests: Iterator[pb.ExecuteRequest]) -> pb.ExecuteRequest:
+        """The first message. StreamRefused."""
+        with self._lock:
+            taken = self._unopened < MAX_UNOPENED
+            self._unopened += taken
+        if not taken:
+            raise StreamRefused("RESOURCE_EXHAUSTED", "TOO_MANY_STREAMS", f"{MAX_UNOPENED} streams are yet to be opened by their callers")
+        try:
+            return _first(requests)
+        finally:
+            with self._lock:
+                self._unopened -= 1
+
     def _open(self, request: pb.ExecuteRequest, context: grpc.ServicerContext) -> Stream:
         opening, agent = request.open, self._agent
         peer = unquote(context.peer()).partition(":")[2]  # without the kind of address
-        caller = f"{opening.front_end or 'a caller'} ({opening.version or 'no version'}) at {peer}"
+        caller = f"{caller_of(opening)} at {peer}"
         if agent.news.draining:
             refuse(context, "UNAVAILABLE", "DRAINING", "this node is draining: it takes no more streams")
         try:
@@ -161,7 +183,7 @@ class ExpertCalls:
             self._refused = {key: at for key, at in self._refused.items() if now - at < _SAY_AGAIN}
             news = self._refused.setdefault((host, sentence), now) == now
         if news:
-            log.warning("refused %s (%s) at %s: %s", opening.front_end or "a caller", opening.version or "no version", host, sentence)
+            log.warning("refused %s at %s: %s", caller_of(opening), host, sentence)
 
     def _room(self, opening: pb.OpenStream, caller: str) -> Room:
         agent, format_name = self._agent, self._agent.config.kv_format
@@ -169,7 +191,7 @@ class ExpertCalls:
             sentence = f"kv_blocks: this node was started with {agent.config.given}: it runs no layers"
             raise StreamRefused("FAILED_PRECONDITION", "NO_LAYERS", sentence)
         if opening.kv_format != format_name:
-            theirs = opening.kv_format[:16] or "no format"
+            theirs = printable(opening.kv_format, 16) or "no format"
             sentence = f"the caller has its KV cache in {theirs}, this node in {format_name}: set kv_format alike"
             raise StreamRefused("FAILED_PRECONDITION", "KV_FORMAT_DIFFERS", sentence)
         try:
@@ -212,6 +234,23 @@ class ExpertCalls:
         stream.complained = True
         self._metrics.failed(Code.Name(code))
         return pb.ExecuteResponse(failed=pb.BatchFailure(id=number, code=code, message=sentence)).SerializeToString()
+
+
+def _first(requests: Iterator[pb.ExecuteRequest]) -> pb.ExecuteRequest:
+    """StreamRefused if nothing comes in time. What the call's end raises otherwise."""
+    came: Future[pb.ExecuteRequest] = Future()
+
+    def read() -> None:
+        try:
+            came.set_result(next(requests, pb.ExecuteRequest()))
+        except BaseException as error:
+            came.set_exception(error)
+
+    threading.Thread(target=read, name="opening", daemon=True).start()  # an iterator of gRPC's cannot be waited for but by reading
+    try:
+        return came.result(hello.OPENING_S)
+    except TimeoutError:  # the end of the call ends the thread
+        raise never_opened() from None
 
 
 def add_expert_calls(server: grpc.Server, calls: ExpertCalls) -> None:

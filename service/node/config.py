@@ -11,13 +11,24 @@ from pathlib import Path
 from typing import Any, Self, get_args
 
 from engine_c.structs import KV_FORMATS
-from service.config import ConfigError, read_settings
+from service.config import ConfigError, check_ranges, read_settings
 from service.spans import Range, parse_ranges
 from workers.placement import Placement
 from workers.segments import LoadMode
 
 _SPAN = re.compile(r"(\d+)(?:-(\d+))?")
 _SHARE = re.compile(r"(\d+)/(\d+)")
+_RANGES: dict[str, tuple[float, float]] = {
+    "workers_per_node": (0, 255),
+    "threads_per_worker": (1, 255),
+    "max_rows": (1, 65536),
+    "kv_memory": (1, 1 << 48),
+    "max_streams": (1, 4096),
+    "max_message_bytes": (1, 1 << 30),
+    "hang_ms": (0, 3_600_000),
+    "start_timeout": (0.1, 86400.0),
+    "drain_grace": (0.0, 86400.0),
+}
 _TLS = ("tls_cert", "tls_key", "tls_ca")
 
 
@@ -73,9 +84,7 @@ class NodeConfig:
         for setting, choices in {"load": get_args(LoadMode), "placement": get_args(Placement)}.items():
             if getattr(self, setting) not in choices:
                 raise ConfigError(f"{setting} is {getattr(self, setting)!r}: it must be one of {', '.join(choices)}")
-        for setting in ("max_rows", "max_streams", "max_message_bytes"):
-            if getattr(self, setting) < 1:
-                raise ConfigError(f"{setting} is {getattr(self, setting)}: it must be at least 1")
+        check_ranges(self, _RANGES)
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None, **overrides: Any) -> Self:

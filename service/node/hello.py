@@ -8,6 +8,9 @@ from colibri.v1 import experts_pb2 as pb
 from engine_c import EngineError
 from service.wire import PROTOCOL
 
+OPENING_S = 10.0
+"""Seconds that a caller may take for the first message."""
+_SHOWN = 64  # characters of a caller's words
 _CODES = {"EINVAL": Code.INVALID_ARGUMENT, "ENOLANES": Code.UNAVAILABLE, "ENOMEM": Code.RESOURCE_EXHAUSTED}
 
 
@@ -20,6 +23,16 @@ class StreamRefused(Exception):
         self.reason = reason
 
 
+def printable(text: str, most: int = _SHOWN) -> str:
+    """The beginning of what a caller says, fit for a log: on one line, and nothing in it that a terminal obeys."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text[:most])
+
+
+def caller_of(opening: pb.OpenStream) -> str:
+    """Who opens a stream, by its own words."""
+    return f"{printable(opening.front_end) or 'a caller'} ({printable(opening.version) or 'no version'})"
+
+
 def check_opening(request: pb.ExecuteRequest, *, model: str, digest: str, here: str) -> bool:
     """Whether a stream that begins with this may send prepared rows. `here`: what answers, in words. StreamRefused."""
     if request.WhichOneof("kind") != "open":
@@ -29,11 +42,16 @@ def check_opening(request: pb.ExecuteRequest, *, model: str, digest: str, here: 
         sentence = f"the caller speaks protocol {opening.protocol}, {here} {PROTOCOL}: run the same version on both"
         raise StreamRefused("FAILED_PRECONDITION", "VERSION_DIFFERS", sentence)
     if opening.model_digest not in ("", digest):
-        sentence = f"the caller's model has digest {opening.model_digest[:64]}, that of {here} is {digest}: give both the same file"
+        sentence = f"the caller's model has digest {printable(opening.model_digest)}, that of {here} is {digest}: give both the same file"
         raise StreamRefused("FAILED_PRECONDITION", "MODEL_DIFFERS", sentence)
     if opening.model not in ("", model):
         raise StreamRefused("NOT_FOUND", "NO_SUCH_MODEL", f"there is no model {opening.model[:64]!r} here, only {model}")
     return bool(opening.protocol and opening.model_digest)
+
+
+def never_opened() -> StreamRefused:
+    """Of a stream whose first message has not come within OPENING_S."""
+    return StreamRefused("DEADLINE_EXCEEDED", "NOT_OPENED", f"the message that opens the stream has not come within {OPENING_S:g} s")
 
 
 def batch_of(request: pb.ExecuteRequest) -> pb.ExpertBatch:

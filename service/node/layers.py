@@ -17,6 +17,7 @@ from service.node.batches import BatchError
 from service.spans import Range
 
 Floats = npt.NDArray[np.float32]
+_MAX_SEQS = 4096  # of a message: what a front end's step has at the most
 
 
 class NoRoom(Exception):
@@ -136,23 +137,33 @@ def check_layers(message: pb.LayerBatch, *, hidden: int, ranges: Sequence[Range]
         raise BatchError("layers: another stream of the same front end has taken over the KV blocks of this one")
     if not any(first <= message.first < message.end <= end for first, end in ranges):
         raise BatchError(f"first, end: layers {message.first} to {message.end} are not within those held here")
+    data = message.x
+    rows = _count_rows(message.sequences, len(data), hidden)  # before anything is made that is as large as they say
     sequences = tuple(_sequence(place, part, context, room) for place, part in enumerate(message.sequences))
     del room.tables[len(sequences) :]
-    data = message.x
-    rows = sum(len(sequence.tokens) for sequence in sequences)
-    if not rows:
-        raise BatchError("sequences: at least one is needed")
-    if len(data) != 4 * rows * hidden:
-        raise BatchError(f"x: its length is {len(data)} bytes, {rows} rows of {hidden} elements take {4 * rows * hidden}")
     _check_apart(sequences)
     return LayerWork(message.first, message.end, sequences, np.frombuffer(data, np.float32).reshape(rows, hidden))
+
+
+def _count_rows(sequences: Sequence[pb.LayerSequence], length: int, hidden: int) -> int:
+    if not sequences:
+        raise BatchError("sequences: at least one is needed")
+    if len(sequences) > _MAX_SEQS:
+        raise BatchError(f"sequences: there are {len(sequences)}, at most {_MAX_SEQS} are taken at a time")
+    rows = sum(part.rows for part in sequences)
+    if length != 4 * rows * hidden:
+        raise BatchError(f"x: its length is {length} bytes, {rows} rows of {hidden} elements take {4 * rows * hidden}")
+    return rows
 
 
 def _sequence(place: int, part: pb.LayerSequence, context: int, room: Room) -> SeqWork:
     start, rows = part.start, part.rows
     if rows < 1 or start + rows > context:
         raise BatchError(f"sequences: positions {start} to {start + rows} are not 1 or more of the context's {context}")
-    blocks = room.table(place, part.blocks)
+    raw = part.blocks
+    if len(raw) > 4 * -(-context // KV_BLOCK):
+        raise BatchError(f"sequences: {len(raw) // 4} KV blocks are more than the context of {context} positions takes")
+    blocks = room.table(place, raw)
     if len(blocks) * KV_BLOCK < start + rows:
         raise BatchError(f"sequences: {len(blocks)} KV blocks do not hold {start + rows} positions")
     return SeqWork((0,) * rows, start, blocks, 1)

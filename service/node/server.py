@@ -29,7 +29,7 @@ from service.config import ConfigError
 from service.exposition import serve_page
 from service.health import EXPERTS, LIVENESS
 from service.node.agent import Agent
-from service.node.calls import ExpertCalls, NodeCalls, add_expert_calls
+from service.node.calls import MAX_UNOPENED, ExpertCalls, NodeCalls, add_expert_calls
 from service.node.config import NodeConfig
 from service.node.metrics import NodeMetrics
 from service.server import channel_options
@@ -63,7 +63,8 @@ class NodeServer:
             metrics = NodeMetrics()
             calls = ExpertCalls(agent, metrics)
             self._show(metrics, agent, calls, undo)
-            pool = undo.enter_context(ThreadPoolExecutor(2 * self.config.max_streams + _SPARE_THREADS, thread_name_prefix="node"))
+            threads = 2 * self.config.max_streams + MAX_UNOPENED + _SPARE_THREADS
+            pool = undo.enter_context(ThreadPoolExecutor(threads, thread_name_prefix="node"))
             watchers = undo.enter_context(ThreadPoolExecutor(2, thread_name_prefix="health"))
             statuses = health.HealthServicer(experimental_non_blocking=True, experimental_thread_pool=watchers)
             server = grpc.server(pool, options=channel_options(self.config.max_message_bytes))

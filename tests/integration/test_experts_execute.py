@@ -6,7 +6,9 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import shutil
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,9 @@ import pytest
 from colibri.v1 import experts_pb2 as pb, experts_pb2_grpc
 from engine_c import Session, SessionOptions
 from engine_c.remote import ExpertBatch
+from ops.random_model import SHAPES, make_model
 from service.client import generate_request
+from service.node import hello
 from service.wire import PROTOCOL
 from tests.integration.serving import PATIENCE, Serving, fields_at_fault, reason, serving, until
 
@@ -155,6 +159,7 @@ def test_a_batch_fails_while_nobody_computes_and_the_stream_goes_on(tiny_model: 
         (lambda _: [opening(model="other")], grpc.StatusCode.NOT_FOUND, "UNKNOWN_MODEL"),
         (lambda server: [batch(server)], grpc.StatusCode.INVALID_ARGUMENT, "BAD_STREAM"),
         (lambda _: [], grpc.StatusCode.INVALID_ARGUMENT, "BAD_STREAM"),
+        (lambda _: [opening(kv_blocks=4)], grpc.StatusCode.FAILED_PRECONDITION, "NO_LAYERS"),
         (lambda _: [opening(), opening()], grpc.StatusCode.INVALID_ARGUMENT, "BAD_STREAM"),
     ],
 )
@@ -206,6 +211,65 @@ def test_a_server_that_goes_ends_idle_streams_and_finishes_a_batch(tiny_model: P
         assert (ended.value.code(), reason(ended.value)) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
         until(lambda: server.server.host.calls == 0, "no call is left")
         sends.put(None)
+
+
+@contextlib.contextmanager
+def silent(stub: experts_pb2_grpc.ExpertsStub, count: int) -> Iterator[list[Any]]:
+    """So many streams that their caller does not open."""
+    ends = threading.Event()
+    streams = [stub.Execute(_nothing_until(ends), timeout=PATIENCE) for _ in range(count)]
+    try:
+        yield streams
+    finally:
+        ends.set()
+        for stream in streams:
+            stream.cancel()
+
+
+def _nothing_until(ends: threading.Event) -> Iterator[pb.ExecuteRequest]:
+    ends.wait()
+    yield from ()
+
+
+def test_a_stream_that_is_not_opened_ends_with_a_sentence(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hello, "OPENING_S", 0.2)
+    with (
+        grpc.insecure_channel(server.target) as channel,
+        silent(experts_pb2_grpc.ExpertsStub(channel), 1) as (stream,),
+        pytest.raises(grpc.RpcError) as ended,
+    ):
+        next(stream)
+    assert (ended.value.code(), reason(ended.value)) == (grpc.StatusCode.DEADLINE_EXCEEDED, "NOT_OPENED")
+    assert execute(server, opening())[0].HasField("opened")
+
+
+def test_streams_of_experts_leave_room_for_other_calls(tiny_model: Path) -> None:
+    with serving(tiny_model, experts_api=True, max_rpcs=8) as server, grpc.insecure_channel(server.target) as channel:
+        with silent(experts_pb2_grpc.ExpertsStub(channel), 12):
+            full = until(lambda: _refused(server), "two streams are waited for")
+            assert (full.code(), reason(full)) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
+            assert server.client.complete(generate_request("a", max_tokens=2)).text is not None
+        until(lambda: _refused(server) is None, "they have gone")
+
+
+def _refused(server: Serving) -> grpc.RpcError | None:
+    try:
+        execute(server, opening())
+    except grpc.RpcError as error:
+        return error
+    return None
+
+
+def test_the_digest_is_that_of_the_file_that_was_loaded(tiny_model: Path, tmp_path: Path) -> None:
+    own = tmp_path / "own.colibri"
+    shutil.copyfile(tiny_model, own)
+    with serving(own, experts_api=True) as server:
+        before = execute(server, opening())[0].opened.model_digest
+        own.unlink()
+        assert execute(server, opening())[0].opened.model_digest == before
+        make_model(own, SHAPES["tiny"], quant="int8", seed=99)
+        opened, answer = execute(server, opening(model_digest=before), batch(server))
+        assert (opened.opened.model_digest, answer.result.data) == (before, computed_here(server))
 
 
 def test_a_server_without_the_option_says_how_to(tiny_model: Path) -> None:

@@ -26,8 +26,10 @@ from engine_c import Model, Session, SessionOptions
 from engine_c.remote import ExpertBatch
 from ops.bench.shapes import parse_shape
 from ops.random_model import make_model
+from service.config import ConfigError
+from service.node.config import NodeConfig
 from service.wire import PROTOCOL
-from tests.integration.serving import PATIENCE, ROOT, until
+from tests.integration.serving import PATIENCE, ROOT, reason, until
 
 INVALID = 3  # google.rpc.Code
 LAYER, EXPERTS, COUNTS, ROWS = 1, (0, 2, 3), (2, 1, 3), 4
@@ -365,6 +367,44 @@ def _held_open(requests: Iterator[pb.ExecuteRequest], node: Node) -> Iterator[pb
     node.process.wait()
 
 
+def test_streams_that_are_not_opened_keep_nobody_out_and_end(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLIBRI_MAX_STREAMS", "2")
+    with node_of(tiny_model, "--experts", "0-1", log=tmp_path / "log") as node:
+        stub = experts_pb2_grpc.ExpertsStub(node.channel)
+        silent = [stub.Execute(_held_open(iter(()), node), timeout=PATIENCE) for _ in range(4)]
+        streams = [stub.Execute(_held_open(iter([opening()]), node), timeout=PATIENCE) for _ in range(2)]
+        assert all(next(stream).HasField("opened") for stream in streams)
+        with pytest.raises(grpc.RpcError) as refusal:
+            node.execute(opening())
+        assert (refusal.value.code(), reason(refusal.value)) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_STREAMS")
+        for stream in silent:
+            with pytest.raises(grpc.RpcError) as ended:
+                next(stream)
+            assert (ended.value.code(), reason(ended.value)) == (grpc.StatusCode.DEADLINE_EXCEEDED, "NOT_OPENED")
+        for stream in streams:
+            stream.cancel()
+        until(lambda: _takes_a_stream(node), "a stream is taken again")
+
+
+def _takes_a_stream(node: Node) -> bool:
+    with contextlib.suppress(grpc.RpcError):
+        return bool(node.execute(opening()))
+    return False
+
+
+def test_what_a_caller_calls_itself_stays_on_its_line(tiny_model: Path, tmp_path: Path) -> None:
+    with node_of(tiny_model, "--experts", "0-1", log=tmp_path / "log") as node:
+        named = {"front_end": "a\nERROR \x1b[31m" + 100 * "b", "version": "\u202e1"}
+        node.execute(pb.ExecuteRequest(open=pb.OpenStream(**named)))
+        with pytest.raises(grpc.RpcError):
+            node.execute(pb.ExecuteRequest(open=pb.OpenStream(model_digest="\n\x1b", **named)))
+        until(lambda: "refused" in (tmp_path / "log").read_text(), "it says so")
+        lines = [line for line in (tmp_path / "log").read_text().splitlines() if "bbb" in line]
+        assert len(lines) == 2
+        assert all(r"a\nERROR \x1b[31m" in line and 50 < line.count("b") < 70 and r"(\u202e1)" in line for line in lines)
+        assert r"digest \n\x1b," in lines[1]
+
+
 @pytest.mark.parametrize(
     ("options", "word"),
     [
@@ -383,3 +423,20 @@ def test_wrong_options_are_one_line(tiny_model: Path, options: list[str], word: 
     assert ended.returncode != 0
     assert word in ended.stderr
     assert ended.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("max_rows", "99999999999"),
+        ("max_streams", "0"),
+        ("max_streams", "1000000"),
+        ("drain_grace", "nan"),
+        ("drain_grace", "-1"),
+        ("hang_ms", "1t"),
+    ],
+)
+def test_settings_out_of_range_are_named(tiny_model: Path, setting: str, value: str) -> None:
+    environ = {f"COLIBRI_{setting.upper()}": value}
+    with pytest.raises(ConfigError, match=f"^{setting} is .*: it must lie between "):
+        NodeConfig.from_env(environ, model=tiny_model, experts="0-1")

@@ -53,6 +53,15 @@ def test_rows_ascend_within_each_expert_and_nowhere_else(counts: tuple[int, ...]
     assert taken > 0
 
 
+def test_rows_whose_sums_would_be_too_long_an_answer_are_refused() -> None:
+    rows = LARGEST // (4 * HIDDEN) + 1
+    asked = message(1, (0,), (1,), rows, (0,))
+    assert refused(asked) == ""
+    asked.weights = bytes(4)
+    assert refused(asked).startswith(f"rows: {rows} of them give an answer of more than {LARGEST} bytes")
+    assert refused(message(1, (0,), (1,), rows - 1, (0,))) == ""
+
+
 def test_pairs_without_row_numbers_are_the_rows_as_they_come() -> None:
     work = check(message(1, (0, 2), (1, 2), 3), hidden=HIDDEN, experts_of=EXPERTS_OF, largest=LARGEST, prepared=False)
     assert work.rows.tolist() == [0, 1, 2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from array import array
 
 import numpy as np
@@ -69,6 +70,8 @@ def test_a_sequence_that_goes_on_keeps_its_list_and_another_in_its_place_does_no
         (message(part(0, 1, -1)), "no KV blocks -1 to -1"),
         (message(pb.LayerSequence(rows=1, blocks=b"abc")), "3 bytes"),
         (message(part(0, 2, 0), x=bytes(60)), "x: its length is 60 bytes, 2 rows of 8 elements take 64"),
+        (message(part(0, 1, *range(5))), "5 KV blocks are more than the context of 64"),
+        (message(*[part(0, 1, 0)] * 4097), "sequences: there are 4097, at most 4096"),
         (message(part(0, 1, 0), part(0, 1, 0)), "two write to the same"),
         (message(part(0, 17, 0, 0)), "two write to the same"),
     ],
@@ -78,6 +81,18 @@ def test_malformed_requests_are_refused(asked: pb.LayerBatch, says: str) -> None
     with pytest.raises(BatchError, match=says):
         take(asked, own)
     assert [list(s.blocks) for s in take(message(part(0, 1, 0)), own).sequences] == [[100]]  # the stream goes on
+
+
+def test_rows_that_are_not_there_are_refused_before_anything_is_as_large() -> None:
+    parts = [pb.LayerSequence(start=0, rows=(1 << 31) - 1)] * 100
+    asked = pb.LayerBatch(first=2, end=6, sequences=parts, x=bytes(4 * HIDDEN))
+    tracemalloc.start()
+    try:
+        with pytest.raises(BatchError, match="x: its length is 32 bytes"):
+            check_layers(asked, hidden=HIDDEN, ranges=HELD, context=1 << 32, room=room())
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_who_has_no_blocks_or_lost_them_is_refused() -> None:
