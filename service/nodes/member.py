@@ -71,6 +71,10 @@ class Pool(Protocol):
         """It is to be used from now on. Refused."""
         ...
 
+    def ask(self, member: Member) -> None:
+        """It is to be asked for its news: it tells them to who waits for them."""
+        ...
+
     def changed(self) -> None:
         """What it holds, or whether it is to be used, is another."""
         ...
@@ -248,6 +252,7 @@ class Member:
         what = f"runs layers {show_ranges(self.ranges)}" if self.ranges else f"holds {len(self.held)} experts of {layers} layers"
         log.info("node %s at %s computes for us: it %s", self.name, self.place, what)
         self.pool.changed()
+        self.pool.ask(self)
 
     def _give_up(self, reason: str, *, look: bool) -> None:
         if trouble := self.why_no_tls(str(self.place)) if look and self.life.state is State.CONNECTING else "":

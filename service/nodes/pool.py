@@ -119,6 +119,10 @@ class NodePool:
                 raise Refused(f"the node at {theirs.address} is called {member.name} too: give each a --name of its own")
             self._links[link.key] = member, link
 
+    def ask(self, member: Member) -> None:
+        """Has it asked what it is, if it has yet to be."""
+        member.ask(max(1.0, self.config.timeout_s))
+
     def changed(self) -> None:
         """The table is made anew, and shares are looked at."""
         with self._lock:
@@ -206,4 +210,4 @@ class NodePool:
 
     def _ask_all(self) -> None:
         for member in self.members.values():
-            member.ask(max(1.0, self.config.timeout_s))
+            self.ask(member)

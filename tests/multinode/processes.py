@@ -40,7 +40,9 @@ class Process:
         assert self.popen is None or self.popen.poll() is not None, "it runs"
         self._seen = self.log.stat().st_size if self.log.exists() else 0
         settings = {f"COLIBRI_{name}": value for name, value in (QUIET | dict(self.environ)).items()}
-        self.popen = self.place.popen(self.command, log=self.log, environ=os.environ | settings)
+        # What a command line that ran in this process has set would keep gRPC from logging refused handshakes.
+        ours = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
+        self.popen = self.place.popen(self.command, log=self.log, environ=ours | settings)
 
     @property
     def pid(self) -> int:
