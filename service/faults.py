@@ -101,7 +101,7 @@ class NodesLost(Fault):
     """No node is left that holds some experts, and none came back in time."""
 
     def __init__(self, *, ran: bool, sentence: str) -> None:
-        super().__init__(f"the nodes that compute are not there ({sentence}); try again")
+        super().__init__(f"{sentence}; try again")
         self.ran = ran
 
 

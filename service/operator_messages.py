@@ -106,13 +106,13 @@ def placement_message(hosted: Hosted) -> pb.Placement:
         placement=team.placement.placement,
         reason=team.placement.reason,
         load_mode=hosted.team.image.mode,
-        bytes=hosted.team.image.bytes,
+        bytes=hosted.team.image.kept_bytes,
         shards=[
             pb.Shard(node=share.node, bytes=share.bytes, local_bytes=share.on_node, huge_bytes=share.huge_bytes)
             for share in team.report.shares
             if share.node >= 0
         ],
-        degraded=team.degraded,
+        degraded=(*team.degraded, *([] if hosted.nodes is None else hosted.nodes.pool.notes)),
         layers=info.layers,
         experts=info.experts,
         experts_per_token=info.top_k,

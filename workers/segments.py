@@ -74,6 +74,11 @@ class ModelImage:
         return self._by_node[-1] if self._file < 0 else self._file
 
     @property
+    def kept_bytes(self) -> int:
+        """Bytes of `bytes` that there are copies of, or that are mapped if there are none."""
+        return self.bytes if self.kept is None else sum(extent.bytes for extent in self.kept)
+
+    @property
     def huge_bytes(self) -> int:
         """Bytes on huge pages."""
         return sum(share.huge_bytes for share in self.report.shares)

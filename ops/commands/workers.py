@@ -136,6 +136,8 @@ def topology(as_json: Json = False, operator: Operator = "", cert: Cert = "", ke
 def remote_line(node: pb.RemoteNode) -> str:
     """A node on another machine: what it holds and does, or why it does nothing."""
     state = node_state(node.state)
+    if state == "lost" and not node.name:
+        state = "not reached yet"
     head = f"node {node.name or '(unnamed)'} at {node.address}, for {node.model}: {state} for {node.in_state_seconds:.0f} s"
     if state != "ready":
         return f"{head}{': ' if node.reason else ''}{node.reason}"

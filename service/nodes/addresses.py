@@ -36,7 +36,7 @@ def parse_places(text: str) -> tuple[tuple[Place, ...], bool]:
         return (), False
     by_name = text.startswith(_DNS)
     words = [text.removeprefix(_DNS)] if by_name else [word.strip() for word in text.split(",")]
-    return tuple(_parse(word, text) for word in words), by_name
+    return tuple(dict.fromkeys(_parse(word, text) for word in words)), by_name
 
 
 def file_of(text: str) -> str:
@@ -62,15 +62,17 @@ def _parse(word: str, text: str) -> Place:
     return Place(host, int(port))
 
 
-def resolve(places: tuple[Place, ...], *, by_name: bool) -> tuple[Place, ...]:
-    """All addresses there are at this moment, ascending; a name that means nothing yet has none. Waits for the name service."""
+def resolve(places: tuple[Place, ...], *, by_name: bool) -> tuple[tuple[Place, ...], str]:
+    """All addresses there are at this moment, ascending, and why a name has none, in a sentence. Waits for the name service."""
     if not by_name:
-        return places
+        return places, ""
     found: set[Place] = set()
+    trouble = ""
     for place in places:
         try:
             answers = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
-        except OSError:
+        except OSError as error:
+            trouble = f"the name {place.host} does not resolve ({error.strerror})"
             continue
         found |= {Place(str(answer[4][0]), place.port) for answer in answers}
-    return tuple(sorted(found, key=str))
+    return tuple(sorted(found, key=str)), trouble

@@ -157,6 +157,8 @@ class NodeBalancer:
         dealing = self._dealing
         if not self.any:
             return _nothing(tuple(takers), "nothing to move: no node takes what it is assigned; start nodes with --share auto")
+        if not takers:
+            return _nothing((), "nothing to move: no node that takes what it is assigned is there; colibri topology says how they are")
         if not dealing.settled or takers.keys() != dealing.target.keys():
             return _nothing(tuple(takers), "nodes come, go or read their shares just now: ask again when they have them")
         return plan_nodes(

@@ -41,10 +41,11 @@ class IllegalTransition(RuntimeError):
 class Life:
     """One node's."""
 
-    since: float
+    since: float  # it first was as it is `shown`
     state: State = State.CONNECTING
     reason: str = ""  # of REFUSED and LOST, a sentence
-    losses: int = 0  # times it was lost after it had been ready
+    losses: int = 0  # times it was lost while it was ready
+    left: bool = False  # it was lost as it had said it would be
     _last: State = State.CONNECTING  # what came of it before it was tried again
     _pause: float = FIRST_PAUSE
 
@@ -52,15 +53,22 @@ class Life:
         """Changes state; False if nobody need be told: it is lost still, in whatever words, or refused for the same reason as before."""
         if target not in TRANSITIONS[self.state]:
             raise IllegalTransition(f"{self.state.value} -> {target.value}")
-        if target is State.LOST and self.state in (State.READY, State.DRAINING):
-            self.losses += 1
-            self._pause = FIRST_PAUSE
         if target is State.CONNECTING:
-            self._last, self.state, self.since = self.state, target, now
+            self._last, self.state = self.state, target
             return False
-        news = target is not self._last or (target is not State.LOST and reason != self.reason)
-        self._last, self.state, self.since, self.reason = target, target, now, reason
+        if target is State.LOST and self.state in (State.READY, State.DRAINING):
+            self.losses += self.state is State.READY
+            self._pause = FIRST_PAUSE
+        self.left = target is State.LOST and (self.left or self.state is State.DRAINING)
+        other = target is not self.shown
+        news = other or (target is not State.LOST and reason != self.reason)
+        self._last, self.state, self.since, self.reason = target, target, now if other else self.since, reason
         return news
+
+    @property
+    def shown(self) -> State:
+        """As people see it: one that is tried again is still what it was, until something else comes of it."""
+        return self._last if self.state is State.CONNECTING else self.state
 
     def pause(self) -> float:
         """Seconds until it is tried again."""

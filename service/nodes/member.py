@@ -166,6 +166,8 @@ class Member:
             if self.description.instance == description.instance and description.revision < self.description.revision:
                 return  # overtaken
             self._told += 1
+            if self.description.name not in ("", description.name):  # another node has its address now
+                self.record, self.life.losses = Record(), 0
             self.description = description
             held = frozenset((share.layer, expert) for share in description.shares for expert in share.experts)
             ranges = tuple((part.first, part.end) for part in description.layer_ranges)
@@ -251,6 +253,11 @@ class Member:
         """Changes state and says so, once."""
         with self._lock:
             news = self.life.move(state, time.monotonic(), reason)
-        if news and reason and not self._stopping.is_set():
-            level = logging.INFO if state is State.DRAINING else logging.WARNING
-            log.log(level, "node %s at %s is %s: %s", self.name, self.place, state.value, reason)
+        if not news or not reason or self._stopping.is_set():
+            return
+        if state is State.LOST and self.life.left:
+            log.info("node %s at %s has left", self.name, self.place)
+            return
+        level = logging.INFO if state is State.DRAINING else logging.WARNING
+        what = "not reached yet" if state is State.LOST and not self.description.name else state.value
+        log.log(level, "node %s at %s is %s: %s", self.name, self.place, what, reason)

@@ -92,6 +92,7 @@ def open_nodes(config: ServeConfig, artifact: Artifact, info: ModelInfo, *, kv_b
             redeal_s=config.nodes_redeal_s,
             slack=config.nodes_slack,
             elsewhere=layers_of(config.layers_elsewhere),
+            otherwise=_otherwise(config),
         )
     )
     remote = NodeRemote(
@@ -101,13 +102,19 @@ def open_nodes(config: ServeConfig, artifact: Artifact, info: ModelInfo, *, kv_b
         all_here=config.nodes_local_experts == "all",
         timeout_s=config.nodes_timeout_ms / 1e3,
         hedge_s=config.nodes_hedge_ms / 1e3,
-        elsewhere=layers_of(config.layers_elsewhere),
     )
     here = config.nodes_local_experts == "all"
     expert_bytes = info.expert_bytes // max(1, sum(experts_of))
     balancer = NodeBalancer(pool.dealing, lambda: list(pool.members.values()), expert_bytes=expert_bytes, here=here)
     pool.start()
     return Nodes(pool, remote, balancer)
+
+
+def _otherwise(config: ServeConfig) -> str:
+    if config.nodes_local_experts == "all" and not config.nodes_layers:
+        return ""
+    from_file = config.nodes_fallback == "file" or config.nodes_local_experts == "all"
+    return "computed here from the file" if from_file else "requests wait"
 
 
 def _tls(config: ServeConfig, name: str) -> tuple[Secrets | None, Callable[[str], str]]:

@@ -11,8 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from service.nodes.addresses import Place, read_places, resolve
+from service.nodes.coverage import Lack, Watch
 from service.nodes.dealing import Dealing
 from service.nodes.holders import Table
+from service.nodes.legs import layers_of
 from service.nodes.link import Answer, Identity, Link, Refused
 from service.nodes.member import Member
 
@@ -27,7 +29,8 @@ Event = tuple[Link, Answer | None]
 @dataclass(frozen=True, slots=True)
 class PoolConfig:
     """Where nodes are and how they are asked. experts_of: experts of each layer, 0 where it has no router, of `experts`
-    at the most; of the layers `elsewhere`, which nodes run whole, none are dealt out. Seconds where the name says so."""
+    at the most; of the layers `elsewhere`, which nodes run whole, none are dealt out. otherwise: what becomes of what no node computes, in
+    words; "": it is as good here. Seconds where the name says so."""
 
     places: tuple[Place, ...]
     by_name: bool
@@ -43,6 +46,7 @@ class PoolConfig:
     redeal_s: float
     slack: float
     elsewhere: frozenset[int] = frozenset()
+    otherwise: str = ""
 
 
 class NodePool:
@@ -54,6 +58,8 @@ class NodePool:
         self.members: dict[Place, Member] = {}  # replaced, never changed
         dealt = tuple(0 if layer in config.elsewhere else count for layer, count in enumerate(config.experts_of))
         self.dealing = Dealing(dealt, replicas=config.replicas, redeal_s=config.redeal_s, slack=config.slack)
+        self.unresolved = ""  # why a name has no addresses, in a sentence
+        self._watch = Watch()
         self._links: dict[int, tuple[Member, Link]] = {}
         self._keys = itertools.count(1)
         self._lock = threading.RLock()
@@ -86,6 +92,19 @@ class NodePool:
     def link_of(self, key: int) -> tuple[Member, Link] | None:
         """The stream of this key, and whose it is; None if it has ended."""
         return self._links.get(key)
+
+    # ------------------------------------------------------------ what lacks; any thread
+
+    def lack(self, table: Table) -> Lack:
+        """What nobody computes that is in the table."""
+        whole = layers_of(span for member in self.members.values() for span in member.ranges)
+        return Lack.of(table, self.config.experts_of, whole=whole, elsewhere=self.config.elsewhere)
+
+    @property
+    def notes(self) -> list[str]:
+        """What people should know, a sentence each: what lacks, once that has settled."""
+        lacking = f"{self._watch.said}: {self.config.otherwise}" if self._watch.said else ""
+        return [note for note in (self.unresolved, lacking) if note]
 
     # ------------------------------------------------------------ what members tell
 
@@ -143,6 +162,7 @@ class NodePool:
                     self._ask_all()
                     ask_at = now + min(_ASK_EVERY, self.config.resolve_s)
                 self.dealing.look(self.members.values(), now)
+                self._look_for_lacks(now)
             except Exception:
                 log.exception("looking after nodes failed; it is tried again")
                 resolve_at = ask_at = now + _ASK_EVERY
@@ -152,7 +172,10 @@ class NodePool:
 
     def _resolve(self) -> None:
         config = self.config
-        found = read_places(config.file) if config.file else resolve(config.places, by_name=config.by_name)
+        found, trouble = (read_places(config.file), "") if config.file else resolve(config.places, by_name=config.by_name)
+        if trouble and trouble != self.unresolved:
+            log.warning("nodes: %s", trouble)
+        self.unresolved = trouble
         if not found and self.members:
             return  # the name service is away; a name that means nobody any more would be worse for us than for them
         gone = [member for place, member in self.members.items() if place not in found]
@@ -166,6 +189,16 @@ class NodePool:
             member.stop()
         for member in new:
             member.start()
+
+    def _look_for_lacks(self, now: float) -> None:
+        config = self.config
+        words = self.lack(self.table).words(config.experts_of) if config.otherwise else ""
+        if not self._watch.look(words, now):
+            return
+        if words:
+            log.warning("nodes: %s: %s", words, config.otherwise)
+        else:
+            log.info("nodes: all that nodes are to compute is held by them")
 
     def _member(self, place: Place) -> Member:
         config = self.config

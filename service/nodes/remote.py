@@ -16,10 +16,12 @@ from service.faults import LayersElsewhere
 from service.nodes.flight import Flight, Row, Sent
 from service.nodes.holders import Table
 from service.nodes.hops import Hops
-from service.nodes.legs import Leg, layers_of, plan_legs, show_layers
+from service.nodes.legs import Leg, plan_legs, show_layers
+from service.nodes.lifecycle import State
 from service.nodes.link import Answer, Link
 from service.nodes.pool import NodePool
 from service.request import Request
+from service.spans import merge_ranges
 from service.wire import enclose
 
 if TYPE_CHECKING:
@@ -66,10 +68,8 @@ class NodeRemote:
         all_here: bool,
         timeout_s: float,
         hedge_s: float,
-        elsewhere: frozenset[int] = frozenset(),
     ) -> None:
-        """fallback: what nobody holds is computed here; all_here: this process holds all and does its part. elsewhere: layers that without
-        fallback are never computed here."""
+        """fallback: what nobody holds is computed here; all_here: this process holds all and does its part."""
         self.totals = RemoteTotals()
         self._pool = pool
         self._hidden = hidden
@@ -79,7 +79,6 @@ class NodeRemote:
         self._hedge_s = hedge_s
         self._ids = itertools.count(1)
         self.hops = Hops(pool, self._ids, hidden=hidden, timeout_s=timeout_s)
-        self._elsewhere = elsewhere
         self._kv_of: tuple[Leg, ...] = ()  # who has what was computed; the rest of it is here
         self._told: Table | None = None  # what the session was told
         self._missing = ""
@@ -111,7 +110,7 @@ class NodeRemote:
         table = self._pool.table
         if table is not self._told:
             legs = plan_legs(table.holders, table.layers, kept=self.hops.legs)
-            session.set_remote(self._mask(table), [(leg.first, leg.end) for leg in legs])
+            session.set_remote(self._mask(table), merge_ranges([(leg.first, leg.end) for leg in legs]))
             self._told, self.hops.legs = table, legs
             self._missing = "" if self._fallback else self._uncovered(table)
         if self._missing:
@@ -136,18 +135,16 @@ class NodeRemote:
         return mask
 
     def _uncovered(self, table: Table) -> str:
-        lacking = table.uncovered(self._pool.config.experts_of)
-        whole = layers_of(span for member in self._pool.members.values() for span in member.ranges)  # of nodes that are lost too
-        layers = {*(layer for layer, _ in lacking if layer in whole), *(self._elsewhere - table.ranged)}
-        if layers:
-            what = f"no node runs layers {show_layers(layers)}"
-        elif lacking:
-            layer, expert = lacking[0]
-            what = f"no node holds expert {expert} of layer {layer}" + (f" and {len(lacking) - 1} more" if len(lacking) > 1 else "")
-        else:
+        what = self._pool.lack(table).first
+        if not what:
             return ""
-        states = [f"{m.name} is {m.life.state.value}{': ' + m.life.reason if m.life.reason else ''}" for m in self._pool.members.values()]
-        return f"{what}; {'; '.join(states) or 'no node has been found'}"
+        members = list(self._pool.members.values())
+        ready = [m.name for m in members if m.life.shown is State.READY]
+        absent = [m for m in members if m.name not in ready]
+        others = [f"{m.name} is {m.life.shown.value}{': ' + m.life.reason if m.life.reason else ''}" for m in absent]
+        found = [f"{', '.join(ready)} {'is' if len(ready) == 1 else 'are'} ready"] if ready else []
+        states = "; ".join([*found, *others]) or self._pool.unresolved or "no node has been found"
+        return f"{what}; {states}" + ("" if others or not ready else ": start nodes that hold them, or set nodes_fallback file")
 
     # ------------------------------------------------------------ a step
 

@@ -9,6 +9,7 @@ import sys
 import threading
 from array import array
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from service.client import Client, generate_request, route_request
 from service.nodes.lifecycle import State
 from service.nodes.nodes import Nodes
 from tests.integration.serving import PATIENCE, ROOT, Serving, reason, serving, until
-from tests.integration.test_nodes import NodeProcess, Told, free_ports, ready, told, wait_ready
+from tests.integration.test_nodes import NodeProcess, Told, free_ports, likeliest, ready, told, wait_ready
 
 PROMPTS = [range(3, 3 + length) for length in (5, 20, 70, 40)]
 HALVES = {"low": "0-1", "high": "2-3"}
@@ -144,6 +145,23 @@ def test_layers_on_nodes_change_no_bit_and_cost_two_hops_a_step(
         assert {member.name: member.record.hops for member in nodes.members} == {"low": steps, "high": steps}
         assert nodes.remote.totals.layers == 0  # none of the experts was asked for by itself
         front.wait_idle()
+
+
+def test_long_prompts_go_over_the_nodes_in_pieces_and_change_no_bit(cluster: Cluster, model: Path) -> None:
+    prompts = [range(3, 3 + length)[::-1] for length in (300, 140, 7)]  # backwards: no beginning is another's
+
+    def answers(target: str) -> list[Told]:
+        with Client(target, timeout=PATIENCE) as client, ThreadPoolExecutor(len(prompts)) as threads:
+            client.wait_ready(PATIENCE)
+            return list(threads.map(lambda prompt: likeliest(client, prompt, 12), prompts))
+
+    with serving(model) as here:
+        expected = answers(here.target)
+    with cluster.over(*HALVES, nodes_fallback="off", nodes_layers="0-3") as front:
+        wait_ready(front, *HALVES)
+        assert answers(front.target) == expected
+        hops = {member.name: member.record.hops for member in nodes_of(front).members}
+        assert hops["low"] == hops["high"] > front.server.default.engine.steps
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])

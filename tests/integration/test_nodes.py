@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -19,6 +20,7 @@ import pytest
 from ops.random_model import SHAPES, make_model
 from service.client import Client, generate_request
 from service.nodes.lifecycle import State
+from service.operator_messages import placement_message
 from tests.integration.serving import PATIENCE, ROOT, Serving, reason, serving, until
 
 Told = list[tuple[int, float]]
@@ -104,10 +106,14 @@ def told(target: str) -> list[Told]:
     found = []
     with Client(target, timeout=PATIENCE) as client:
         for length in (1, 7, 33, 130):
-            request = generate_request(tokens=range(3, 3 + length), max_tokens=12, temperature=0.0, ignore_eos=True, top_logprobs=20)
-            answer = client.complete(request).logprobs
-            found.append([(top.token_id, top.logprob) for token in answer for top in token.top])
+            found.append(likeliest(client, range(3, 3 + length), 12))
     return found
+
+
+def likeliest(client: Client, prompt: range, tokens: int) -> Told:
+    """The likeliest tokens at each position of an answer, with their log-probabilities."""
+    request = generate_request(tokens=prompt, max_tokens=tokens, temperature=0.0, ignore_eos=True, top_logprobs=20)
+    return [(top.token_id, top.logprob) for token in client.complete(request).logprobs for top in token.top]
 
 
 @pytest.fixture(scope="module")
@@ -183,10 +189,50 @@ def test_a_node_that_drains_is_asked_no_more(thirds: Thirds, expected: list[Told
             assert (member.record.batches, member.record.failures) == (asked, 0)
             assert node.popen is not None
             assert node.popen.wait(PATIENCE) == 0
+            until(lambda: member.life.shown is State.LOST, "it has left")
+            assert (member.life.left, member.life.losses) == (True, 0)
         finally:
             node.start()
         monkeypatch.undo()
         wait_ready(front, "n1", "n2", "n3")
+
+
+def test_what_no_node_holds_is_told(thirds: Thirds, caplog: pytest.LogCaptureFixture) -> None:
+    one = thirds.places.split(",")[0]
+    with caplog.at_level("INFO", "colibri.nodes"), serving(thirds.model, nodes=one) as front:
+        nodes, hosted = front.server.default.nodes, front.server.default
+        assert nodes is not None
+        wait_ready(front, "n1")
+        half = "experts a layer are held by no node: computed here from the file"
+        until(lambda: [half in note for note in nodes.pool.notes] == [True], "it has settled", timeout=PATIENCE)
+        until(lambda: half in caplog.text, "it is logged")
+        placement = placement_message(hosted)
+        assert list(placement.degraded)[-1:] == nodes.pool.notes
+        assert placement.bytes < hosted.model.info.file_bytes
+
+
+def test_who_is_refused_hears_that_the_nodes_that_are_there_are_too_few(thirds: Thirds) -> None:
+    one = thirds.places.split(",")[0]
+    with serving(thirds.model, nodes=one, nodes_fallback="off", lane_grace=0.1) as front:
+        wait_ready(front, "n1")
+        with Client(front.target, timeout=PATIENCE) as client, pytest.raises(grpc.RpcError) as lost:
+            client.complete(generate_request(tokens=[5, 6, 7], max_tokens=4))
+        assert reason(lost.value) == "NODES_LOST"
+        words = r"no node holds expert \d+ of layer 0 and \d+ more; n1 is ready: start nodes that hold them, or set nodes_fallback file"
+        assert re.search(words, lost.value.details() or "")
+
+
+def test_a_name_that_means_nothing_is_told_once(thirds: Thirds, caplog: pytest.LogCaptureFixture) -> None:
+    settings: dict[str, object] = {"nodes_insecure": True, "nodes_fallback": "off", "nodes_resolve_s": 0.1}
+    with serving(thirds.model, nodes="dns:///nod.invalid:50061", **settings) as front:
+        nodes = front.server.default.nodes
+        assert nodes is not None
+        until(lambda: any("requests wait" in note for note in nodes.pool.notes), "what lacks has settled", timeout=PATIENCE)
+        trouble = nodes.pool.unresolved
+        assert trouble.startswith("the name nod.invalid does not resolve")
+        assert trouble in nodes.pool.notes
+        assert trouble in nodes.remote.missing()
+        assert caplog.text.count(trouble) == 1
 
 
 def test_another_model_is_refused_by_name(thirds: Thirds, tmp_path: Path) -> None:
