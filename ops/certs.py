@@ -66,7 +66,23 @@ def make_certificates(folder: Path, *, days: int = 365, names: Sequence[str] = (
         if renew or not (folder / f"{role}.crt").exists():
             _certificate(folder, role, [*own, *names], days)
             made.append(role)
+        elif lacking := set(map(_alternative, names)) - (there := _names_in(folder / f"{role}.crt")):
+            others = sorted(name.partition(":")[2] for name in there - set(map(_alternative, own)))
+            raise CertsError(_say_lacking(folder, role, sorted(name.partition(":")[2] for name in lacking), [*others, *names]))
     return made
+
+
+def _names_in(certificate: Path) -> set[str]:
+    """As _alternative writes them."""
+    said = _openssl("x509", "-noout", "-ext", "subjectAltName", "-in", certificate)
+    words = (word.strip() for word in ",".join(said.splitlines()[1:]).split(","))
+    return {_alternative(word.partition(":")[2]) for word in words if word}
+
+
+def _say_lacking(folder: Path, role: str, lacking: Sequence[str], names: Sequence[str]) -> str:
+    options = "".join(f" --name {name}" for name in dict.fromkeys(names)) + (f" --out {folder}" if folder != Path("certs") else "")
+    remedy = f'make certs ARGS="--renew{options}"'
+    return f"{folder / role}.crt is there already, without {', '.join(lacking)}; certificates with all names are made by {remedy}"
 
 
 def _authority(folder: Path, days: int) -> None:
@@ -94,17 +110,17 @@ def _certificate(folder: Path, role: str, names: Sequence[str], days: int) -> No
 
 def _alternative(name: str) -> str:
     try:
-        ipaddress.ip_address(name)
+        return f"IP:{ipaddress.ip_address(name)}"
     except ValueError:
         return f"DNS:{name}"
-    return f"IP:{name}"
 
 
-def _openssl(*arguments: str | Path) -> None:
+def _openssl(*arguments: str | Path) -> str:
     done = subprocess.run(["openssl", *map(str, arguments)], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         raise CertsError(f"openssl {arguments[0]} failed: {said[-1]}")
+    return done.stdout
 
 
 if __name__ == "__main__":

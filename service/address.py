@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import ssl
 from pathlib import Path
 
 from service.config import ConfigError, ServeConfig
@@ -15,15 +16,30 @@ def check_address(config: ServeConfig) -> None:
     if config.unix_socket:
         _check_path(Path(config.unix_socket))
     else:
-        _check_port(config.host, config.port, f"cannot listen on {config.address}", "choose another port or host")
+        check_port(config.host, config.port, f"cannot listen on {config.address}", "choose another port or host")
     if config.operator_address:
         host, _, port = config.operator_address.rpartition(":")
         refusal = f"operators cannot be served on {config.operator_address}"
         if config.port and not config.unix_socket and (host, int(port)) == (config.host, config.port):
             raise ConfigError(f"{refusal}: clients are to be served there; choose another operator_address")
-        _check_port(host, int(port), refusal, "choose another operator_address")
+        check_port(host, int(port), refusal, "choose another operator_address")
         for setting in ("operator_key", "operator_cert", "operator_ca"):
             read_pem(setting, getattr(config, setting))
+    if config.nodes_cert:
+        check_pair(config, "nodes_cert", "nodes_key", "nodes_ca")
+
+
+def check_pair(config: object, cert: str, key: str, authority: str) -> None:
+    """That the three settings name PEM files, and that the key belongs to the certificate. Raises ConfigError."""
+    files = {setting: getattr(config, setting) for setting in (cert, key, authority)}
+    for setting, path in files.items():
+        read_pem(setting, path)
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(files[cert], files[key], password="")
+    except ssl.SSLError as error:
+        if error.reason == "KEY_VALUES_MISMATCH":
+            raise ConfigError(f"{key} {files[key]} is not the key of {cert} {files[cert]}: give the two that were made together") from error
+        raise ConfigError(f"{cert} {files[cert]} and {key} {files[key]} can't be used: {error.reason or error}") from error
 
 
 def read_pem(setting: str, path: str) -> bytes:
@@ -31,13 +47,15 @@ def read_pem(setting: str, path: str) -> bytes:
     try:
         data = Path(path).read_bytes()
     except OSError as error:
-        raise ConfigError(f"{setting} {path}: {error.strerror}") from error
+        remedy = "" if setting.startswith("operator_") else "; `make certs` makes such files (docs/deployment.md, Mutual TLS)"
+        raise ConfigError(f"{setting} {path}: {error.strerror}{remedy}") from error
     if b"-----BEGIN " not in data:
         raise ConfigError(f"{setting} {path} is no PEM file")
     return data
 
 
-def _check_port(host: str, port: int, refusal: str, remedy: str) -> None:
+def check_port(host: str, port: int, refusal: str, remedy: str) -> None:
+    """That it can be listened on. Raises ConfigError, with the refusal, the system's reason and the remedy."""
     try:
         _try_addresses(host.strip("[]"), port)
     except OSError as error:

@@ -124,7 +124,12 @@ class ServeConfig:
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None, **overrides: Any) -> Self:
         """From the environment; keywords that are not None win. Raises ConfigError."""
-        return cls(**read_settings(cls, environ, overrides))
+        config = cls(**read_settings(cls, environ, overrides))
+        others = [field for field in fields(cls) if field.name.startswith("nodes_") and getattr(config, field.name) != field.default]
+        if others and not config.nodes and overrides.get("nodes") is None:  # nodes="" turns the environment's off
+            names = ", ".join(field.name for field in others)
+            raise ConfigError(f"{names}: only for nodes, and nodes is not set: say where they are, or leave this out")
+        return config
 
     def with_(self, **changes: Any) -> Self:
         """The same with some settings changed, checked again."""
@@ -205,7 +210,6 @@ class ServeConfig:
         if missing and abroad and not self.nodes_insecure:
             remedy = "set nodes_cert, nodes_key and nodes_ca, or nodes_insecure=on where the network lets nobody else in"
             raise ConfigError(f"nodes on other machines ({', '.join(abroad)}) are reached by mutual TLS: {remedy}")
-
 
     def _check_layers(self) -> None:
         if not self.layers_elsewhere:

@@ -14,7 +14,9 @@ def parse_ranges(text: str) -> tuple[Range, ...]:
     for word in text.split(","):
         match = _SPAN.fullmatch(word.strip())
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
-        if first > last:
+        if match and first > last:
+            raise ValueError(f"{word.strip()} is the wrong way round, {last}-{first} is meant")
+        if not match:
             raise ValueError(f"{word.strip()!r} is neither a number nor a span such as 16-31")
         spans.append((first, last + 1))
     return merge_ranges(spans)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -48,7 +49,8 @@ def describe_failure(failure: Exception) -> tuple[int, str] | None:
     for module, name in _USER_ERRORS:
         kind = getattr(sys.modules.get(module), name, None)
         if kind is not None and isinstance(failure, kind):
-            return FAILURE, " ".join(str(failure).split())
+            sentence = " ".join(str(failure).split())
+            return FAILURE, _as_options(sentence) if name == "ConfigError" else sentence
     if (grpc := sys.modules.get("grpc")) is not None and isinstance(failure, grpc.RpcError):
         return FAILURE, describe_rpc(failure)
     if isinstance(failure, OSError):
@@ -57,13 +59,23 @@ def describe_failure(failure: Exception) -> tuple[int, str] | None:
     return None
 
 
-def describe_rpc(failure: Exception) -> str:
-    """A gRPC failure as a sentence with its status code."""
+def _as_options(sentence: str) -> str:
+    """Settings of nodes and TLS as the options that they are here: --nodes-cert for nodes_cert. Not in paths."""
+    sentence = re.sub(r"\bnodes_insecure=on\b", "nodes_insecure", sentence)
+    return re.sub(r"(?<![\w./-])(nodes|tls)_[a-z_]+(?![\w/-]|\.\w)", lambda found: "--" + found[0].replace("_", "-"), sentence)
+
+
+def describe_rpc(failure: Exception, *, starts: str = "`colibri serve`") -> str:
+    """A gRPC failure as a sentence with its status code. starts: what starts a server such as was asked."""
     code, details = getattr(failure, "code", None), getattr(failure, "details", None)
     name = code().name if callable(code) and code() is not None else "UNKNOWN"
     sentence = details() if callable(details) else str(failure)
     unreachable = name == "UNAVAILABLE" and ("failed to connect" in str(sentence) or "resolv" in str(sentence))
-    remedy = " (is the server running? start one with `colibri serve`)" if unreachable else ""
+    trailers = getattr(failure, "trailing_metadata", None)
+    unreachable = unreachable and not (callable(trailers) and trailers())  # else a server answered, about another one perhaps
+    remedy = f" (is the server running? start one with {starts})" if unreachable else ""
+    if name == "UNIMPLEMENTED" and sentence == "Method not found!":
+        return f"{name}: this server does not know the call; if it is a node, ask a front end (`colibri serve`) instead"
     if unreachable and "handshake" in str(sentence):
         remedy = " (do certificate, key and authority belong together, and is the server's certificate for that host?)"
     return f"{name}: {sentence}{remedy}"

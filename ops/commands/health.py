@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ops.commands.common import CommandError
+from ops.commands.common import CommandError, describe_rpc
 
 if TYPE_CHECKING:
     import grpc
@@ -29,7 +29,12 @@ def register(app: typer.Typer) -> None:
         server_name: Annotated[str, typer.Option(help="The name in the other side's certificate, if it is not HOST.")] = "",
     ) -> None:
         credentials = read_credentials(tls_cert, tls_key, tls_ca)
-        status = ask(target, timeout=timeout, service=service, credentials=credentials, server_name=server_name)
+        import grpc
+
+        try:
+            status = ask(target, timeout=timeout, service=service, credentials=credentials, server_name=server_name)
+        except grpc.RpcError as error:
+            raise CommandError(_describe(error, target, service)) from None
         typer.echo(status)
         if status != "SERVING":
             raise CommandError(f"{target} is {status}")
@@ -50,6 +55,14 @@ def read_credentials(cert: str, key: str, authority: str) -> grpc.ChannelCredent
     except OSError as error:
         raise CommandError(f"{error.filename}: {error.strerror}") from None
     return grpc.ssl_channel_credentials(root, private, chain)
+
+
+def _describe(error: grpc.RpcError, target: str, service: str) -> str:
+    import grpc
+
+    if error.code() is grpc.StatusCode.NOT_FOUND:
+        return f"{target} has no service {service}" + ("; ask a node with --service colibri.v1.Experts" if service == INFERENCE else "")
+    return describe_rpc(error, starts="`colibri serve` or `colibri node`")
 
 
 def ask(

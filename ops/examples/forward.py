@@ -7,6 +7,7 @@ python ops/examples/forward.py localhost:50051
 
 from __future__ import annotations
 
+import argparse
 import sys
 
 import grpc
@@ -39,4 +40,9 @@ def main(target: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "localhost:50051")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("target", nargs="?", default="localhost:50051", help="HOST:PORT of a server (localhost:50051)")
+    try:
+        main(parser.parse_args().target)
+    except grpc.RpcError as error:
+        sys.exit(f"forward.py: {error.code().name}: {error.details()}")

@@ -17,6 +17,7 @@ from service.node.batches import BatchError, Work
 from service.node.config import NodeConfig
 from service.node.layers import LayerWork, Room, Rooms
 from service.node.news import News
+from service.spans import show_ranges
 from service.wire import PROTOCOL
 from workers.keeping import Keep, Range
 from workers.layout import Layout, LayoutError, read_digest, read_layout
@@ -102,6 +103,16 @@ class Agent:
         experts = sum(self.layout.layers[layer][expert].bytes for layer, experts in self._held.items() for expert in experts)
         whole = (extent for first, end in self.ranges for layer in self.layout.whole[first:end] for extent in layer)
         return experts + sum(end - begin for begin, end in whole)
+
+    @property
+    def holding(self) -> str:
+        """What is held, in words."""
+        if self.ranges:
+            return f"layers {show_ranges(self.ranges)} of {len(self.layout.layers)} whole"
+        if not self._held:
+            return "no experts until a front end assigns some"
+        counts = sorted({(len(experts), self.experts_of[layer]) for layer, experts in self._held.items()})
+        return f"{' or '.join(f'{own} of {all_}' for own, all_ in counts)} experts in each of {len(self._held)} layers"
 
     def describe(self) -> node_pb2.NodeDescription:
         """What the node is and holds."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, get_args
@@ -29,6 +29,8 @@ _RANGES: dict[str, tuple[float, float]] = {
     "start_timeout": (0.1, 86400.0),
     "drain_grace": (0.0, 86400.0),
 }
+_LAST_PORT = 65535
+_KINDS = ("experts", "share", "layers")
 _TLS = ("tls_cert", "tls_key", "tls_ca")
 
 
@@ -65,8 +67,10 @@ class NodeConfig:
     drain_grace: float = 30.0  # seconds that front ends may take to leave after SIGTERM
 
     def __post_init__(self) -> None:
-        if sum(map(bool, (self.experts, self.share, self.layers))) != 1:
-            raise ConfigError("give a node either experts, such as 0-31, a share, such as 2/4 or auto, or layers, such as 16-31")
+        _check_kinds({kind: getattr(self, kind) for kind in _KINDS})
+        for setting in ("port", "metrics_port"):
+            if not 0 <= (getattr(self, setting) or 0) <= _LAST_PORT:
+                raise ConfigError(f"{setting} is {getattr(self, setting)}: it must lie between 0 and {_LAST_PORT}")
         _ = self.ranges
         if self.kv_format not in KV_FORMATS:
             raise ConfigError(f"kv_format is {self.kv_format!r}: it must be one of {', '.join(KV_FORMATS)}")
@@ -89,7 +93,10 @@ class NodeConfig:
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None, **overrides: Any) -> Self:
         """From the environment; keywords that are not None win. Raises ConfigError."""
-        return cls(**read_settings(cls, environ, overrides))
+        settings = read_settings(cls, environ, overrides)
+        kinds = {kind: settings.get(kind, "") for kind in _KINDS}
+        _check_kinds(kinds, of_environment=[kind for kind in _KINDS if overrides.get(kind) is None])
+        return cls(**settings)
 
     @property
     def secure(self) -> bool:
@@ -126,11 +133,23 @@ class NodeConfig:
             return ()
         if self.share:
             index, count = parse_share(self.share)
+            if count > experts:
+                raise ConfigError(f"share {self.share}: the model has {experts} experts a layer; cut them into {experts} parts at the most")
             return tuple(expert for expert in range(experts) if expert * count // experts == index - 1)
         found = parse_experts(self.experts)
         if found[-1] >= experts:
             raise ConfigError(f"experts {self.experts}: there is no expert {found[-1]}, the model has {experts} a layer")
         return found
+
+
+def _check_kinds(values: Mapping[str, str], *, of_environment: Collection[str] = ()) -> None:
+    """That exactly one says what to hold. Raises ConfigError, which tells those that came from the environment."""
+    given = [kind for kind in _KINDS if values[kind]]
+    if not given:
+        raise ConfigError("give a node either experts, such as 0-31, a share, such as 2/4 or auto, or layers, such as 16-31")
+    if len(given) > 1:
+        said = (f"{kind} {values[kind]}" + f" (from COLIBRI_{kind.upper()})" * (kind in of_environment) for kind in given)
+        raise ConfigError(f"{' and '.join(said)} are given: a node holds by one of them, leave out the other")
 
 
 def parse_experts(text: str) -> tuple[int, ...]:
@@ -139,6 +158,8 @@ def parse_experts(text: str) -> tuple[int, ...]:
     for word in text.split(","):
         match = _SPAN.fullmatch(word.strip())
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if match and first > last:
+            raise ConfigError(f"experts {text!r}: {word.strip()} is the wrong way round, {last}-{first} is meant")
         if first > last or last >= 1 << 20:
             raise ConfigError(f"experts {text!r}: {word.strip()!r} is neither a number nor a span such as 0-31")
         found.update(range(first, last + 1))

@@ -24,7 +24,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from colibri.v1 import experts_pb2, node_pb2, node_pb2_grpc
-from service.address import read_pem
+from service.address import check_pair, check_port, read_pem
 from service.config import ConfigError
 from service.exposition import serve_page
 from service.health import EXPERTS, LIVENESS
@@ -58,6 +58,7 @@ class NodeServer:
     def run(self) -> None:
         """Serves until SIGTERM or SIGINT and drains. Raises ConfigError, or what the engine and workers raise, if it cannot start."""
         with contextlib.ExitStack() as undo, self._signals_caught():
+            _check_addresses(self.config)
             agent = Agent(self.config)
             undo.callback(agent.close)
             metrics = NodeMetrics()
@@ -79,6 +80,7 @@ class NodeServer:
             for service in (LIVENESS, EXPERTS):
                 statuses.set(service, health_pb2.HealthCheckResponse.SERVING)
             log.info("node %s serves %s on %s:%d", self.config.own_name, agent.model_name, self.config.host, self.port)
+            log.info("holds %s", agent.holding)
             self._signalled(None)
             agent.news.tell(draining=True)
             statuses.set(EXPERTS, health_pb2.HealthCheckResponse.NOT_SERVING)
@@ -106,8 +108,7 @@ class NodeServer:
             credentials = grpc.ssl_server_credentials([pair], root_certificates=authority, require_client_auth=True)
             self.port = server.add_secure_port(address, credentials)
         except RuntimeError as error:
-            remedy = "is the address free, and does tls_key belong to tls_cert?" if config.secure else "choose another port or host"
-            raise ConfigError(f"cannot listen on {address}: {error}; {remedy}") from error
+            raise ConfigError(f"cannot listen on {address}: it was free a moment ago; choose another port or host") from error
 
     def _show(self, metrics: NodeMetrics, agent: Agent, calls: ExpertCalls, undo: contextlib.ExitStack) -> None:
         metrics.watch("colibri_node_share_bytes", "Bytes of the experts and layers held.", lambda: agent.share_bytes)
@@ -147,3 +148,15 @@ class NodeServer:
         """Waits for the next signal, so long at the most (None: for ever); whether it came."""
         came, _, _ = select.select([self._signals], [], [], seconds)
         return bool(came and os.read(self._signals, 1))
+
+
+def _check_addresses(config: NodeConfig) -> None:
+    """Before the model is loaded: where to listen, and the certificates for it. Raises ConfigError."""
+    check_port(config.host, config.port, f"cannot listen on {config.host}:{config.port}", "choose another port or host")
+    if config.metrics_port is not None:
+        where = f"metrics cannot be served on {config.metrics_host}:{config.metrics_port}"
+        if config.port and (config.host, config.port) == (config.metrics_host, config.metrics_port):
+            raise ConfigError(f"{where}: front ends are to be served there; choose another metrics_port")
+        check_port(config.metrics_host, config.metrics_port, where, "choose another metrics_port")
+    if config.secure:
+        check_pair(config, "tls_cert", "tls_key", "tls_ca")

@@ -23,6 +23,20 @@ def test_a_python_client_goes_through_all_layers(tiny_model: Path, program: str)
     assert "nan" not in done.stdout
 
 
+@pytest.mark.parametrize("program", ["forward.py", "execute.py"])
+def test_a_python_client_says_in_one_line_why_it_fails(tiny_model: Path, program: str) -> None:
+    command = [sys.executable, f"ops/examples/{program}"]
+    with serving(tiny_model) as server:  # without experts_api
+        done = subprocess.run(
+            [*command, server.target], cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=PATIENCE
+        )
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"{program}: INVALID_ARGUMENT: ")
+    assert done.stderr.count("\n") == 1
+    told = subprocess.run([*command, "--help"], cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=PATIENCE)
+    assert (told.returncode, "HOST:PORT" in told.stdout) == (0, True)
+
+
 def lacking() -> str:
     """What the C++ client can't be built without, and is not here."""
     programs = [name for name in ("make", "g++", "protoc", "grpc_cpp_plugin", "pkg-config") if shutil.which(name) is None]

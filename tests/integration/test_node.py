@@ -25,6 +25,7 @@ from colibri.v1 import experts_pb2 as pb, experts_pb2_grpc, node_pb2, node_pb2_g
 from engine_c import Model, Session, SessionOptions
 from engine_c.remote import ExpertBatch
 from ops.bench.shapes import parse_shape
+from ops.cli import run
 from ops.random_model import make_model
 from service.config import ConfigError
 from service.node.config import NodeConfig
@@ -409,12 +410,23 @@ def test_what_a_caller_calls_itself_stays_on_its_line(tiny_model: Path, tmp_path
     ("options", "word"),
     [
         (["--share", "3/2"], "share '3/2'"),
-        (["--experts", "4-1"], "neither a number nor a span"),
+        (["--experts", "4-1"], "4-1 is the wrong way round, 1-4 is meant"),
+        (["--share", "2/200"], "experts a layer; cut them into"),
+        (["--port", "99999", "--share", "1/2"], "port is 99999: it must lie between 0 and 65535"),
+        (["--metrics-port", "65536", "--share", "1/2"], "metrics_port is 65536"),
+        (
+            ["--metrics-port", "1", "--metrics-host", "192.0.2.1", "--share", "1/2"],
+            "metrics cannot be served on 192.0.2.1:1: Cannot assign",
+        ),
         (["--experts", "0-9999"], "there is no expert 9999"),
         ([], "either experts"),
-        (["--share", "auto", "--host", "0.0.0.0"], "tls_cert"),
+        (["--share", "auto", "--host", "0.0.0.0"], "--tls-cert"),
         (["--share", "auto", "--load", "map", "--placement", "rows"], "placement rows needs"),
-        (["--share", "auto", "--tls-cert", "x"], "tls_key, tls_ca missing"),
+        (["--share", "auto", "--tls-cert", "x"], "--tls-key, --tls-ca missing"),
+        (
+            ["--share", "auto", "--tls-cert", "x", "--tls-key", "x", "--tls-ca", "x"],
+            "--tls-cert x: No such file or directory; `make certs`",
+        ),
     ],
 )
 def test_wrong_options_are_one_line(tiny_model: Path, options: list[str], word: str) -> None:
@@ -440,3 +452,37 @@ def test_settings_out_of_range_are_named(tiny_model: Path, setting: str, value: 
     environ = {f"COLIBRI_{setting.upper()}": value}
     with pytest.raises(ConfigError, match=f"^{setting} is .*: it must lie between "):
         NodeConfig.from_env(environ, model=tiny_model, experts="0-1")
+
+
+def test_an_address_in_use_is_said_before_the_model_is_opened(node: Node, tmp_path: Path) -> None:
+    (tmp_path / "m.colibri").write_text("no model")
+    command = [sys.executable, "-m", "ops.cli", "node", str(tmp_path / "m.colibri"), "--share", "1/2", "--port", node.address.split(":")[1]]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert ended.stderr == f"colibri: cannot listen on {node.address}: Address already in use; choose another port or host\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        (("health",), "no service colibri.v1.Inference; ask a node with --service colibri.v1.Experts"),
+        (("generate", "text", "--target"), "if it is a node, ask a front end"),
+    ],
+)
+def test_whoever_takes_a_node_for_a_front_end_is_told(
+    node: Node, capsys: pytest.CaptureFixture[str], command: tuple[str, ...], says: str
+) -> None:
+    assert run([*command, node.address]) == 1
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "held"),
+    [
+        (("--share", "1/2"), r"holds \d+ of \d+ experts in each of \d+ layers"),
+        (("--share", "auto"), "holds no experts until a front end assigns some"),
+        (("--layers", "1-2"), r"holds layers 1-2 of \d+ whole"),
+    ],
+)
+def test_it_logs_what_it_holds(tiny_model: Path, tmp_path: Path, options: tuple[str, ...], held: str) -> None:
+    with node_of(tiny_model, *options, log=tmp_path / "log"):
+        until(lambda: re.search(held, (tmp_path / "log").read_text()), "it says what it holds")

@@ -412,9 +412,9 @@ def test_a_later_stream_of_the_same_process_has_the_blocks_of_the_earlier(cluste
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (("--layers", "0-1", "--share", "1/2"), "give a node either"),
+        (("--layers", "0-1", "--share", "1/2"), "share 1/2 and layers 0-1 are given"),
         (("--layers", "0-4"), "there is no layer 4, the model has 4"),
-        (("--layers", "1-0"), "neither a number nor a span"),
+        (("--layers", "1-0"), "1-0 is the wrong way round"),
         (("--layers", "0-1", "--kv-memory", "1"), "no room for KV memory"),
         (("--share", "1/2", "--kv-memory", "1M"), "kv_memory is for layers"),
     ],

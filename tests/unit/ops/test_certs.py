@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import shutil
 import stat
 from collections.abc import Iterator
@@ -93,6 +95,18 @@ def test_what_is_there_is_kept_until_renewal(tmp_path: Path) -> None:
     assert (tmp_path / "node.crt").read_bytes() != before["node.crt"]
     with node(tmp_path) as target:
         assert health_of(target, tmp_path, "front", "--server-name", "gpu.example") == (0, "SERVING\n")
+
+
+def test_a_name_that_certificates_lack_is_not_passed_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_certificates(tmp_path, names=["::1", "old.example"])
+    assert main(["--out", str(tmp_path), "--name", "old.example", "--name", "0::1"]) == 0
+    assert main(["--out", str(tmp_path), "--name", "gpu.example"]) == 1
+    said = capsys.readouterr().err
+    assert "node.crt is there already, without gpu.example;" in said
+    command = re.search(r'make certs ARGS="(.*)"', said)
+    assert command is not None
+    assert main(shlex.split(command[1])) == 0
+    assert main(["--out", str(tmp_path), "--name", "old.example", "--name", "::1", "--name", "gpu.example"]) == 0
 
 
 def test_what_cannot_be_made_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

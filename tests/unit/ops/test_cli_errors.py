@@ -6,9 +6,11 @@ import os
 import shlex
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 
+import grpc
 import pytest
 from typer.main import get_command
 
@@ -68,7 +70,9 @@ def test_wrong_usage_is_code_2_and_named(
         (["serve", "absent.colibri"], "absent.colibri"),
         (["serve", "."], "colibri convert"),
         (["serve", "tiny", "--port", "99999"], "port"),
-        (["health", "localhost:1"], "is the server running?"),
+        (["serve", "tiny", "--nodes", "node:1"], "set --nodes-cert, --nodes-key and --nodes-ca, or --nodes-insecure where"),
+        (["serve", "tiny", "--nodes-balance", "auto"], "--nodes-balance: only for nodes"),
+        (["health", "localhost:1"], "start one with `colibri serve` or `colibri node`"),
         (["generate", "text", "--target", "localhost:1"], "UNAVAILABLE"),
         (["chat", "text", "--target", "unix:/absent/socket"], "is the server running?"),
         (["logits", "absent.colibri", "--tokens", "@absent.txt", "--out", "o.npz"], "absent.txt"),
@@ -82,6 +86,35 @@ def test_failure_is_code_1_and_named(
     assert code == 1
     assert named in line
     assert list(tmp_path.iterdir()) == []
+
+
+class Losing(grpc.GenericRpcHandler):
+    """A server that could not connect to something itself, and says so as ours do: with details in the trailers."""
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, bytes]:
+        def refuse(request: bytes, context: grpc.ServicerContext) -> bytes:
+            context.set_trailing_metadata((("grpc-status-details-bin", b""),))
+            context.abort(grpc.StatusCode.UNAVAILABLE, "nodes are lost: failed to connect to a:1")
+
+        return grpc.unary_unary_rpc_method_handler(refuse)
+
+
+def test_a_server_that_answers_is_not_said_to_be_absent(capsys: pytest.CaptureFixture[str]) -> None:
+    server = grpc.server(ThreadPoolExecutor(1), handlers=[Losing()])
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        line = refused(capsys, ["health", f"127.0.0.1:{port}"])[1]
+    finally:
+        server.stop(0).wait()
+    assert line == "colibri: UNAVAILABLE: nodes are lost: failed to connect to a:1\n"
+
+
+def test_paths_in_errors_stay_as_they_are(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    absent = tmp_path / "nodes_cert.pem"
+    files = ["--nodes-cert", str(absent), "--nodes-key", str(absent), "--nodes-ca", str(absent)]
+    line = refused(capsys, ["serve", "tiny", "--port", "0", "--nodes", "localhost:1", *files])[1]
+    assert line.startswith(f"colibri: --nodes-cert {absent}: No such file or directory")
 
 
 def test_no_container_is_refused_by_every_reader(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from service.address import check_address
 from service.config import ConfigError, ServeConfig
+from tests.multinode.certificates import Authority
 
 
 def test_a_free_port_is_fine_and_left_free() -> None:
@@ -82,3 +83,14 @@ def test_operators_certificates_must_be_there(secured: dict[str, str]) -> None:
     Path(secured["operator_key"]).unlink()
     with pytest.raises(ConfigError, match=r"operator_key .*: No such file"):
         check_address(ServeConfig(port=0, operator_address="127.0.0.1:0", **secured))
+
+
+def test_the_certificate_for_nodes_needs_its_own_key(tmp_path: Path) -> None:
+    authority = Authority.made(tmp_path, "ours")
+    pair, other = authority.issue("front", names="DNS:front"), authority.issue("other", names="DNS:other")
+    files = {"nodes": "node:1", "nodes_cert": str(pair.certificate), "nodes_ca": str(pair.ca)}
+    check_address(ServeConfig(port=0, nodes_key=str(pair.key), **files))
+    with pytest.raises(ConfigError, match=r"nodes_key .*other\.key is not the key of nodes_cert .*front\.crt"):
+        check_address(ServeConfig(port=0, nodes_key=str(other.key), **files))
+    with pytest.raises(ConfigError, match=r"nodes_key .*absent: No such file or directory; `make certs` makes"):
+        check_address(ServeConfig(port=0, nodes_key=str(tmp_path / "absent"), **files))

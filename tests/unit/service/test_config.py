@@ -9,6 +9,7 @@ import pytest
 
 from engine_c import Damping
 from service.config import ConfigError, ServeConfig, cache_dir, parse_bytes, unknown_variables
+from service.node.config import NodeConfig
 
 
 def test_the_environment_is_read_and_keywords_win() -> None:
@@ -128,3 +129,21 @@ def test_what_kubernetes_sets_is_not_among_them() -> None:
 def test_operators_over_tcp_need_all_files_of_mutual_tls(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="operator_"):
         ServeConfig(**wrong)
+
+
+def test_settings_for_nodes_are_nothing_without_nodes() -> None:
+    environ = {"COLIBRI_NODES_BALANCE": "auto"}
+    with pytest.raises(ConfigError, match="nodes_balance: only for nodes"):
+        ServeConfig.from_env(environ)
+    with pytest.raises(ConfigError, match="nodes_timeout_ms: only for nodes"):
+        ServeConfig.from_env({}, nodes_timeout_ms=99)
+    assert ServeConfig.from_env(environ, nodes="").nodes_balance == "auto"
+    assert ServeConfig.from_env(environ, nodes="localhost:1").nodes_balance == "auto"
+
+
+def test_a_node_told_to_hold_by_two_settings_says_which_and_whence() -> None:
+    with pytest.raises(ConfigError, match=r"experts 0-3 and share auto \(from COLIBRI_SHARE\) are given"):
+        NodeConfig.from_env({"COLIBRI_SHARE": "auto"}, experts="0-3")
+    with pytest.raises(ConfigError, match=r"share 1/2 and layers 0 are given"):
+        NodeConfig(share="1/2", layers="0")
+    assert NodeConfig.from_env({"COLIBRI_SHARE": "auto"}, experts="0-3", share="").experts == "0-3"
