@@ -80,3 +80,5 @@ if __name__ == "__main__":
         main(parser.parse_args().target)
     except grpc.RpcError as error:
         sys.exit(f"execute.py: {error.code().name}: {error.details()}")
+    except RuntimeError as error:
+        sys.exit(f"execute.py: {error}")
