@@ -26,7 +26,7 @@ from service.nodes.nodes import Nodes
 from tests.integration.serving import PATIENCE, ROOT, Serving, reason, serving, until
 from tests.integration.test_nodes import NodeProcess, Told, free_ports, likeliest, ready, told, wait_ready
 
-PROMPTS = [range(3, 3 + length) for length in (5, 20, 70, 40)]
+PROMPTS = [range(3, 3 + length) for length in (5, 20, 60, 40)]  # all at once in one step, they are still one piece (service.nodes.pieces)
 HALVES = {"low": "0-1", "high": "2-3"}
 
 
