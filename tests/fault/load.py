@@ -32,9 +32,11 @@ class Pause(NamedTuple):
     end: float
 
 
-def requests() -> list[pb.GenerateRequest]:
-    """Short and long prompts, short and long answers, greedy and sampled."""
-    shapes = [(1, 200), (40, 120), (150, 60), (6, 330), (20, 40), (90, 200), (3, 12), (60, 250), (12, 90), (200, 160), (2, 280)]
+SHAPES = ((1, 200), (40, 120), (150, 60), (6, 330), (20, 40), (90, 200), (3, 12), (60, 250), (12, 90), (200, 160), (2, 280))
+
+
+def requests(shapes: Sequence[tuple[int, int]] = SHAPES) -> list[pb.GenerateRequest]:
+    """Short and long prompts, short and long answers, greedy and sampled. shapes: tokens of each prompt and its answer."""
     return [
         generate_request(
             "".join(chr(97 + (7 * i + 5 * j) % 26) for j in range(length)),

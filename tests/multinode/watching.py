@@ -7,10 +7,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from colibri.v1 import inference_pb2 as pb
-from service.client import generate_request
 from tests.fault.harness import limit, wait_for
-from tests.fault.load import Answer, Load, answers_to
+from tests.fault.load import Answer, Load, answers_to, requests
 from tests.integration.serving import serving
 
 STREAMS = 8
@@ -18,32 +16,21 @@ CALL_S = 60
 WINDOW_S = 0.5
 
 
-def requests() -> list[pb.GenerateRequest]:
-    """Short and long prompts and answers, greedy and sampled, short enough that a test can wait for those under way."""
-    shapes = [(1, 60), (40, 30), (150, 20), (6, 90), (20, 10), (90, 50), (3, 6), (60, 70), (12, 25), (100, 40), (2, 80)]
-    return [
-        generate_request(
-            "".join(chr(97 + (7 * i + 5 * j) % 26) for j in range(length)),
-            max_tokens=tokens,
-            temperature=0.0 if i % 2 else 0.8,
-            seed=i,
-            ignore_eos=True,
-        )
-        for i, (length, tokens) in enumerate(shapes)
-    ]
+# Tokens of prompts and answers: short enough that a test can wait for those under way.
+SHAPES = ((1, 60), (40, 30), (150, 20), (6, 90), (20, 10), (90, 50), (3, 6), (60, 70), (12, 25), (100, 40), (2, 80))
 
 
 def local_answers(model: Path) -> list[Answer]:
     """What the model answers in one process, all by itself."""
     with serving(model) as here:
-        return answers_to(requests(), here.target, timeout=CALL_S)
+        return answers_to(requests(SHAPES), here.target, timeout=CALL_S)
 
 
 @contextlib.contextmanager
 def load(target: str, expected: Sequence[Answer], *, begun: bool = True) -> Iterator[Load]:
     """STREAMS streams, under way when the block begins unless told otherwise, until it ends. Whether they were answered rightly is for the
     test to say."""
-    made = Load(target, expected, streams=STREAMS, timeout=CALL_S, todo=requests())
+    made = Load(target, expected, streams=STREAMS, timeout=CALL_S, todo=requests(SHAPES))
     made.start()
     try:
         if begun:
