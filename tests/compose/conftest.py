@@ -12,7 +12,7 @@ from ops.models import TINY_FILE
 from tests.compose import engine as engines
 from tests.compose.stack import Stack, clone, free_ports
 from tests.fault.load import Answer, Load
-from tests.multinode.watching import local_answers, requests
+from tests.multinode.watching import local_answers, short_requests
 
 BUILD_S = 900
 CALL_S = 60
@@ -78,7 +78,7 @@ class Under:
     @contextmanager
     def load(self) -> Iterator[Load]:
         """STREAMS streams from begin to end of the block; none may fail or be answered wrongly."""
-        load = Load(self._target, self._expected, streams=STREAMS, timeout=CALL_S, todo=requests(), patient=self._patient)
+        load = Load(self._target, self._expected, streams=STREAMS, timeout=CALL_S, todo=short_requests(), patient=self._patient)
         load.start()
         try:
             flows(load)

@@ -16,7 +16,7 @@ from tests.compose.conftest import Under, flows
 from tests.compose.engine import BACK_S, BASE_IMAGE, IMAGE, until
 from tests.compose.stack import NODES_NETWORK, Stack
 from tests.fault.load import Answer, answers_to
-from tests.multinode.watching import requests
+from tests.multinode.watching import short_requests
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(1200)]
 EXPERTS = 4 * 8  # layers x experts of the model `tiny`
@@ -38,7 +38,7 @@ def test_front_end_serves_while_there_are_no_nodes(built: Stack, expected: list[
     try:
         built.compose("up", "-d", "front")
         until(built.serving, "the front end serves", seconds=60)
-        assert answers_to(requests(), built.target, timeout=60) == expected
+        assert answers_to(short_requests(), built.target, timeout=60) == expected
         front = built.containers("front")[0]
         until(lambda: healthy(built, front), "its health check passes", seconds=30)
         built.engine.docker("stop", "--time", "60", front)
@@ -49,7 +49,7 @@ def test_front_end_serves_while_there_are_no_nodes(built: Stack, expected: list[
 
 def test_up_from_a_clean_clone_serves_what_one_process_does(whole: Stack, expected: list[Answer]) -> None:
     assert sum(whole.wait_nodes(3)) >= EXPERTS
-    assert answers_to(requests(), whole.target, timeout=60) == expected
+    assert answers_to(short_requests(), whole.target, timeout=60) == expected
     containers = [*whole.containers("node"), *whole.containers("front")]
     until(lambda: all(healthy(whole, container) for container in containers), "all health checks pass", seconds=30)
 
@@ -137,7 +137,7 @@ def test_front_end_ends_what_is_under_way_when_it_is_stopped(whole: Stack, expec
     whole.engine.docker("stop", "--time", "60", front)
     assert whole.inspect(front)["State"]["ExitCode"] == 0
     whole.up("--no-recreate")
-    assert answers_to(requests(), whole.target, timeout=60) == expected
+    assert answers_to(short_requests(), whole.target, timeout=60) == expected
 
 
 def sets_memory_policy(stack: Stack, container: str) -> bool:
@@ -157,7 +157,7 @@ def test_without_sys_nice_all_runs_but_memory_policies(whole: Stack, expected: l
         containers = [*bare.containers("node"), *bare.containers("front")]
         assert not any(sets_memory_policy(bare, container) for container in containers)
         assert len(bare.remote_nodes()) == 3
-        assert answers_to(requests(), bare.target, timeout=60) == expected
+        assert answers_to(short_requests(), bare.target, timeout=60) == expected
     finally:
         whole.up()
 
@@ -172,13 +172,13 @@ def test_mutual_tls_lets_in_only_its_own(stack: Stack, expected: list[Answer], c
         containers = [*secured.containers("node"), *secured.containers("front")]
         until(lambda: all(healthy(secured, container) for container in containers), "all health checks pass", seconds=60)
         until(lambda: len(secured.remote_nodes()) == 3, "the front end knows three nodes", seconds=BACK_S)
-        assert answers_to(requests(), secured.target, timeout=60) == expected
+        assert answers_to(short_requests(), secured.target, timeout=60) == expected
         for name in ("front.crt", "front.key"):
             shutil.copy(certificates / name, stack.folder / "certs" / name)
         secured.compose("up", "-d", "--force-recreate", "--no-deps", "front", seconds=120)
         until(secured.serving, "the front end serves", seconds=60)
         until(lambda: "certificate" in secured.compose("logs", "--no-color", "front").lower(), "the front end says why", seconds=BACK_S)
-        assert answers_to(requests(), secured.target, timeout=60) == expected  # by itself, from the file
+        assert answers_to(short_requests(), secured.target, timeout=60) == expected  # by itself, from the file
     finally:
         shutil.rmtree(stack.folder / "certs")
         stack.up()

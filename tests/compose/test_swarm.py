@@ -13,7 +13,7 @@ from tests.compose.conftest import Under
 from tests.compose.engine import run, until
 from tests.compose.stack import Stack
 from tests.fault.load import Answer, answers_to
-from tests.multinode.watching import requests
+from tests.multinode.watching import short_requests
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(600)]
 STACK = "colibriswarm"
@@ -77,7 +77,7 @@ def swarm(built: Stack) -> Iterator[Swarm]:
 def test_rolling_update_of_nodes_in_a_swarm_costs_no_call(swarm: Swarm, expected: list[Answer]) -> None:
     """Every node is replaced by a new one, one at a time."""
     before = set(swarm.containers("node"))
-    assert answers_to(requests(), swarm.target(), timeout=60) == expected
+    assert answers_to(short_requests(), swarm.target(), timeout=60) == expected
     with Under(swarm.target(), expected).load():
         swarm.update("node")
         until(lambda: not before & set(swarm.containers("node")), "the last of the old ones has drained and left", seconds=PATIENCE)
@@ -94,4 +94,4 @@ def test_a_front_end_in_a_swarm_leaves_when_the_new_one_is_ready(swarm: Swarm, e
         update.result()
     assert old not in swarm.containers("front")
     assert swarm.built.inspect(old)["State"]["ExitCode"] == 0
-    assert answers_to(requests(), swarm.target(), timeout=60) == expected
+    assert answers_to(short_requests(), swarm.target(), timeout=60) == expected

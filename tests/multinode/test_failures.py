@@ -16,12 +16,12 @@ import pytest
 from colibri.v1 import operator_pb2 as op
 from service.client import Client
 from tests.fault.harness import limit, wait_for
-from tests.fault.load import Answer, requests
+from tests.fault.load import Answer
 from tests.integration.serving import reason
 from tests.multinode import net
 from tests.multinode.net import Network
 from tests.multinode.nodes import FrontEnd, Node, Nodes, nodes_of
-from tests.multinode.watching import SHAPES, flows, load, right, speed, undisturbed
+from tests.multinode.watching import flows, load, right, short_requests, speed, undisturbed
 
 pytestmark = pytest.mark.multinode
 NAMES = ("n1", "n2", "n3")
@@ -191,7 +191,7 @@ def test_without_replicas_and_file_calls_end_typed(thirds: Setting, expected: li
         begin = time.monotonic()
         wait_for(lambda: streams.troubles() > 0, seconds=limit(10), what="calls end")
         with Client(front.target, timeout=limit(20)) as client, pytest.raises(grpc.RpcError) as refusal:
-            client.complete(requests(SHAPES)[0])
+            client.complete(short_requests()[0])
         assert reason(refusal.value) == "NODES_LOST"
         assert "n2" in str(refusal.value.details())
         assert time.monotonic() - begin < limit(15)
@@ -211,7 +211,7 @@ def test_deadline_of_a_waiting_call_holds(thirds: Setting) -> None:
     try:
         begin = time.monotonic()
         with Client(thirds.strict.target) as client, pytest.raises(grpc.RpcError) as ended:
-            client.complete(requests(SHAPES)[0], timeout=1.0)
+            client.complete(short_requests()[0], timeout=1.0)
         assert ended.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         assert time.monotonic() - begin < limit(2)
     finally:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from colibri.v1 import inference_pb2 as pb
 from tests.fault.harness import limit, wait_for
 from tests.fault.load import Answer, Load, answers_to, requests
 from tests.integration.serving import serving
@@ -16,21 +17,22 @@ CALL_S = 60
 WINDOW_S = 0.5
 
 
-# Tokens of prompts and answers: short enough that a test can wait for those under way.
-SHAPES = ((1, 60), (40, 30), (150, 20), (6, 90), (20, 10), (90, 50), (3, 6), (60, 70), (12, 25), (100, 40), (2, 80))
+def short_requests() -> list[pb.GenerateRequest]:
+    """Such that a test can wait for those under way; local_answers() are the answers to these."""
+    return requests(((1, 60), (40, 30), (150, 20), (6, 90), (20, 10), (90, 50), (3, 6), (60, 70), (12, 25), (100, 40), (2, 80)))
 
 
 def local_answers(model: Path) -> list[Answer]:
-    """What the model answers in one process, all by itself."""
+    """What the model answers in one process, all by itself, to short_requests()."""
     with serving(model) as here:
-        return answers_to(requests(SHAPES), here.target, timeout=CALL_S)
+        return answers_to(short_requests(), here.target, timeout=CALL_S)
 
 
 @contextlib.contextmanager
 def load(target: str, expected: Sequence[Answer], *, begun: bool = True) -> Iterator[Load]:
     """STREAMS streams, under way when the block begins unless told otherwise, until it ends. Whether they were answered rightly is for the
     test to say."""
-    made = Load(target, expected, streams=STREAMS, timeout=CALL_S, todo=requests(SHAPES))
+    made = Load(target, expected, streams=STREAMS, timeout=CALL_S, todo=short_requests())
     made.start()
     try:
         if begun:
