@@ -25,9 +25,10 @@ from service.errors import DOMAIN, Refusal
 from service.node import hello
 from service.node.agent import Agent
 from service.node.batches import BatchError, check
-from service.node.hello import StreamRefused, batch_of, caller_of, check_opening, failure_code, never_opened, printable
+from service.node.hello import StreamRefused, batch_of, caller_of, check_opening, failure_code, never_opened
 from service.node.layers import NoRoom, Room, check_layers
 from service.node.metrics import NodeMetrics
+from service.printable import printable
 from service.wire import enclose
 from workers.growing import ShareError, ShareTooLarge, UnknownExpert
 
@@ -191,7 +192,7 @@ class ExpertCalls:
             sentence = f"kv_blocks: this node was started with {agent.config.given}: it runs no layers"
             raise StreamRefused("FAILED_PRECONDITION", "NO_LAYERS", sentence)
         if opening.kv_format != format_name:
-            theirs = printable(opening.kv_format, 16) or "no format"
+            theirs = printable(opening.kv_format, most=16) or "no format"
             sentence = f"the caller has its KV cache in {theirs}, this node in {format_name}: set kv_format alike"
             raise StreamRefused("FAILED_PRECONDITION", "KV_FORMAT_DIFFERS", sentence)
         try:

@@ -30,6 +30,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "drain_grace": (0.0, 86400.0),
 }
 _LAST_PORT = 65535
+_LONGEST_NAME = 253  # as hosts have
 _KINDS = ("experts", "share", "layers")
 _TLS = ("tls_cert", "tls_key", "tls_ca")
 
@@ -71,6 +72,8 @@ class NodeConfig:
         for setting in ("port", "metrics_port"):
             if not 0 <= (getattr(self, setting) or 0) <= _LAST_PORT:
                 raise ConfigError(f"{setting} is {getattr(self, setting)}: it must lie between 0 and {_LAST_PORT}")
+        if not self.name.isprintable() or len(self.name) > _LONGEST_NAME:
+            raise ConfigError(f"name {self.name[:_LONGEST_NAME]!r} must be printable and have {_LONGEST_NAME} characters at the most")
         _ = self.ranges
         if self.kv_format not in KV_FORMATS:
             raise ConfigError(f"kv_format is {self.kv_format!r}: it must be one of {', '.join(KV_FORMATS)}")

@@ -454,6 +454,12 @@ def test_settings_out_of_range_are_named(tiny_model: Path, setting: str, value: 
         NodeConfig.from_env(environ, model=tiny_model, experts="0-1")
 
 
+@pytest.mark.parametrize("name", ["n\x1b[2J", "n" * 254])
+def test_a_name_that_can_t_be_shown_is_refused(tiny_model: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=r"^name 'n.* must be printable and have 253 characters at the most$"):
+        NodeConfig(model=tiny_model, experts="0-1", name=name)
+
+
 def test_an_address_in_use_is_said_before_the_model_is_opened(node: Node, tmp_path: Path) -> None:
     (tmp_path / "m.colibri").write_text("no model")
     command = [sys.executable, "-m", "ops.cli", "node", str(tmp_path / "m.colibri"), "--share", "1/2", "--port", node.address.split(":")[1]]
