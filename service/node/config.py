@@ -28,6 +28,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "hang_ms": (0, 3_600_000),
     "start_timeout": (0.1, 86400.0),
     "drain_grace": (0.0, 86400.0),
+    "idle_timeout": (0.1, 31 * 86400.0),
 }
 _LAST_PORT = 65535
 _LONGEST_NAME = 253  # as hosts have
@@ -62,6 +63,7 @@ class NodeConfig:
     kv_memory: int | None = None  # bytes of KV cache for the layers, of all front ends together; None: planned
     kv_format: str = "bf16"  # of that cache, as the front ends have it
     max_streams: int = 32  # front ends at once
+    idle_timeout: float = 600.0  # seconds after which a stream is ended over whose connection nothing has come
     max_message_bytes: int = 256 << 20  # of a batch, and of its answer
     hang_ms: int = 1000
     start_timeout: float = 60.0  # seconds for the workers to be ready

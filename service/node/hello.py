@@ -51,6 +51,12 @@ def never_opened() -> StreamRefused:
     return StreamRefused("DEADLINE_EXCEEDED", "NOT_OPENED", f"the message that opens the stream has not come within {OPENING_S:g} s")
 
 
+def stream_idle(seconds: float) -> StreamRefused:
+    """Of an open stream whose caller has said nothing for so long."""
+    sentence = f"nothing has been asked for over this stream for {seconds:g} s: open another when there is something to ask"
+    return StreamRefused("DEADLINE_EXCEEDED", "STREAM_IDLE", sentence)
+
+
 def batch_of(request: pb.ExecuteRequest) -> pb.ExpertBatch:
     """A later message of a stream. StreamRefused."""
     if request.WhichOneof("kind") != "batch":

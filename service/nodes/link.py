@@ -248,7 +248,7 @@ def _channel(address: str, secrets: Secrets | None) -> grpc.Channel:
 
 def _words(error: grpc.RpcError) -> str:
     code, details = error.code(), printable(error.details() or "", most=_LONGEST_SENTENCE)
-    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED and not error.trailing_metadata():  # else the node itself ended the stream
         return "it did not answer in time"
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in details:
         return f"a batch is too long for it: {details}; start it with a larger max_message_bytes"
