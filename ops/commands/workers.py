@@ -140,22 +140,26 @@ def remote_line(node: pb.RemoteNode) -> str:
 
 
 def _told(node: pb.RemoteNode) -> str:
-    state = node_state(node.state)
-    if state == "lost" and not node.name:
-        state = "not reached yet"
+    state = node_state(node)
     head = f"node {node.name or '(unnamed)'} at {node.address}, for {node.model}: {state} for {node.in_state_seconds:.0f} s"
     if state != "ready":
         return f"{head}{': ' if node.reason else ''}{node.reason}"
-    experts = sum(len(share.experts) for share in node.shares)
     mean = f", {node.round_trip_ms / node.batches:.2f} ms a batch" if node.batches else ""
-    layers = ", ".join(f"{part.first}-{part.end - 1}" for part in node.layers)
-    held = f"{f'layers {layers}' if layers else f'{experts} experts'}, {human_bytes(node.share_bytes)}"
     done = f"{node.batches} batches, {node.rows} rows, {node.rows_per_second:.0f} a second of late{mean}"
-    return f"{head}; {held}; {node.lanes} lanes ({node.isa}); {done}; lost {node.losses} times"
+    return f"{head}; {holding(node)}; {node.lanes} lanes ({node.isa}); {done}; lost {node.losses} times"
 
 
-def node_state(state: int) -> str:
+def holding(node: pb.RemoteNode) -> str:
+    """What a node has in memory for us."""
+    layers = ", ".join(f"{part.first}-{part.end - 1}" for part in node.layers)
+    experts = sum(len(share.experts) for share in node.shares)
+    return f"{f'layers {layers}' if layers else f'{experts} experts'}, {human_bytes(node.share_bytes)}"
+
+
+def node_state(node: pb.RemoteNode) -> str:
     """In words."""
     from colibri.v1 import operator_pb2 as pb
 
-    return pb.RemoteNodeState.Name(state).removeprefix("REMOTE_NODE_STATE_").lower()
+    if node.state == pb.REMOTE_NODE_STATE_LOST and not node.name:
+        return "not reached yet"
+    return pb.RemoteNodeState.Name(node.state).removeprefix("REMOTE_NODE_STATE_").lower()
