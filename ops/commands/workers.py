@@ -8,6 +8,7 @@ import typer
 
 from ops.commands.common import console, human_bytes
 from ops.commands.operate import Ca, Cert, Json, Key, ModelOption, Operator, numbers, print_json, print_workers, target
+from service.printable import printable
 
 if TYPE_CHECKING:
     from colibri.v1 import operator_pb2 as pb
@@ -128,13 +129,17 @@ def topology(as_json: Json = False, operator: Operator = "", cert: Cert = "", ke
             found = f", {shard.local_bytes / max(1, shard.bytes):.1%} found there" if shard.HasField("local_bytes") else ""
             out.print(f"  node {shard.node}: {human_bytes(shard.bytes)}{found}, {human_bytes(shard.huge_bytes)} on huge pages")
         for refused in placement.degraded:
-            out.print(f"  degraded: {refused}", markup=False)
+            out.print(f"  degraded: {printable(refused)}", markup=False)
     for remote in response.remote_nodes:
         out.print(remote_line(remote), markup=False)
 
 
 def remote_line(node: pb.RemoteNode) -> str:
-    """A node on another machine: what it holds and does, or why it does nothing."""
+    """A node on another machine: what it holds and does, or why it does nothing. Printable, whatever it says of itself."""
+    return printable(_told(node))
+
+
+def _told(node: pb.RemoteNode) -> str:
     state = node_state(node.state)
     if state == "lost" and not node.name:
         state = "not reached yet"
