@@ -109,7 +109,8 @@ def _node_line(node: pb.NumaNode, models: Sequence[pb.ModelStats]) -> Text:
     ready = sum(stats.worker.state == pb.WORKER_STATE_READY for stats in theirs)
     lanes = sum(len(stats.worker.lanes) for stats in theirs)
     busy = sum(stats.busy * len(stats.worker.lanes) for stats in theirs)
-    text = Text(f"  node {node.id}  CPUs {numbers(node.cpus) or 'none'}  {human_bytes(node.memory_bytes)}  workers {ready}/{len(theirs)}")
+    cpus = numbers(node.cpus) or "none"
+    text = Text(f"  NUMA node {node.id}  CPUs {cpus}  {human_bytes(node.memory_bytes)}  workers {ready}/{len(theirs)}")
     return text.append(f"  lanes {lanes} ").append_text(bar(busy / lanes)) if lanes else text
 
 
@@ -128,7 +129,7 @@ def _workers(workers: Sequence[pb.WorkerStats], seconds: float) -> Table:
         worker = stats.worker
         local = f"local {_share(worker.tasks_local, worker.tasks_homed)}" if worker.tasks_homed else ""
         table.add_row(
-            f"  worker {worker.index} node {worker.node}",
+            f"  worker {worker.index} NUMA node {worker.node}",
             state_markup(worker.state),
             f"pid {worker.pid}" if worker.HasField("pid") else "",
             f"CPUs {numbers(worker.cpus)}" if worker.cpus else f"{len(worker.lanes)} lanes",

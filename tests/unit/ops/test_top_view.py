@@ -77,9 +77,10 @@ def drawn(what: Frame, *, width: int = 120, height: int = 40) -> str:
 def test_all_that_was_promised_is_shown() -> None:
     text = drawn(frame())
     for part in ("unix:/x", "up 1:02:05", "mix[tral]", "serving", "rows (memfd)", "400.0 tokens/s", "50.0 steps/s of 9.00 ms", "running 3",
-                 "queue 7", "25%", "62%", "NUMA-local 97%", "node 0", "node 1", "worker 1", "ready", "pid 101", "250 tasks/s", "local 90%",
+                 "queue 7", "25%", "62%", "NUMA-local 97%", "NUMA node 0", "NUMA node 1", "worker 1 NUMA node 1",
+                 "ready", "pid 101", "250 tasks/s", "local 90%",
                  "gate_up 50%", "degraded: mbind: refused", "max/mean 1.78", "variance 5.25", "longest 8.0/8",
-                 "rerouted 1.4%", "active 8.0/8", "repeats 3%", "32.0 MiB a step  node 0 25%  node 1 75%", "routing of 2.0 s"):
+                 "rerouted 1.4%", "active 8.0/8", "repeats 3%", "32.0 MiB a step  NUMA node 0 25%  NUMA node 1 75%", "routing of 2.0 s"):
         assert part in text, part
 
 
