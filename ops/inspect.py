@@ -57,7 +57,7 @@ def _weights(container: Container) -> tuple[dict[str, str], str]:
     counts: defaultdict[tuple[str, str], int] = defaultdict(int)
     parameters = 0
     for entry in container.tensors.values():
-        key = (_kind(entry), entry.format)
+        key = (_kind(entry, tied="head" not in container.tensors), entry.format)
         sizes[key] += entry.length
         counts[key] += 1
         parameters += _parameters(entry)
@@ -65,11 +65,11 @@ def _weights(container: Container) -> tuple[dict[str, str], str]:
     return {**rows, "file": _size(container.file_bytes), "asked for": str(container.descriptor.get("quant", ""))}, _count(parameters)
 
 
-def _kind(entry: TensorEntry) -> str:
+def _kind(entry: TensorEntry, *, tied: bool) -> str:
     if entry.layout == "expert":
         return "experts"
     if entry.name in ("embed", "head"):
-        return "embedding and head"
+        return "embedding and head" if tied else "embedding" if entry.name == "embed" else "head"
     return "router" if ".router" in entry.name else "norms and vectors" if entry.layout == "plain" else "attention"
 
 

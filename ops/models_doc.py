@@ -109,7 +109,9 @@ def _formats() -> Iterator[str]:
     yield "|---|---|---|"
     for name, text in FORMATS.items():
         yield f"| {name} | {packed_bytes(name, 1024, 1024) * 8 / 2**20:.2f} | {text} |"
-    yield "\nNorms, router and rotary frequencies are always f32. The file is the same for every instruction set."
+    yield "\n`--head` gives the head (lm_head), and an embedding tied to it, another of these formats;"
+    yield "[quantization.md](quantization.md) says when it pays."
+    yield "Norms, router and rotary frequencies are always f32. The file is the same for every instruction set."
 
 
 def _unsupported() -> Iterator[str]:

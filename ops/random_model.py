@@ -18,7 +18,7 @@ from engine_c import version
 from ops.container_layout import Json, TensorEntry, file_bytes
 from ops.container_writer import ContainerWriter, descriptor_reserve
 from ops.convert.pipeline import Progress, write_tensors
-from ops.convert.plan import QUANT_FORMATS, Job, Rows
+from ops.convert.plan import Formats, Job, Rows, formats_of
 from ops.convert.rope import Rotary, scaled
 
 F32: TypeAlias = NDArray[np.float32]
@@ -74,13 +74,20 @@ SHAPES = {
 
 
 def make_model(
-    out: str | os.PathLike[str], shape: ModelShape, *, quant: str = "int8", seed: int = 1, progress: Progress | None = None
+    out: str | os.PathLike[str],
+    shape: ModelShape,
+    *,
+    quant: str = "int8",
+    head: str | None = None,
+    seed: int = 1,
+    progress: Progress | None = None,
 ) -> int:
     """Writes a container of `shape` with weights drawn from `seed`; the same seed gives the same file. Returns its size in bytes.
-    A vocabulary of 259 tokens or more gets a byte-level tokenizer and a chat template, unless `shape.tokenizer` is off."""
+    `quant` and `head` are those of ops.convert.convert. A vocabulary of 259 tokens or more gets a byte-level tokenizer and a chat template,
+    unless `shape.tokenizer` is off."""
     if shape.heads % shape.kv_heads or not 1 <= shape.top_k <= shape.experts:
         raise ValueError(f"{shape}: heads must be a multiple of kv_heads, and top_k lie in 1..experts")
-    jobs = _jobs(shape, quant, _Weights(seed))
+    jobs = _jobs(shape, formats_of(quant, head), _Weights(seed))
     descriptor = _descriptor(shape, quant, seed)
     blobs = {}
     if _has_tokenizer(shape):
@@ -138,8 +145,8 @@ class _Weights:
         return values.reshape(stop - start, columns)
 
 
-def _jobs(shape: ModelShape, quant: str, weights: _Weights) -> list[Job]:
-    linear, head = QUANT_FORMATS[quant]
+def _jobs(shape: ModelShape, formats: Formats, weights: _Weights) -> list[Job]:
+    linear = formats.linear
     width = shape.heads * shape.head_size
     qkv = width + 2 * shape.kv_heads * shape.head_size
     branch = 1 / math.sqrt(2 * shape.layers)  # keeps the residual stream's size whatever the depth
@@ -150,9 +157,9 @@ def _jobs(shape: ModelShape, quant: str, weights: _Weights) -> list[Job]:
         return Job(entry, rows=lambda start, stop: weights.matrix(name, start, stop, columns, std))
 
     embed_std = 1 / math.sqrt(shape.hidden) if shape.tied else 1.0
-    jobs = [matrix("embed", head, shape.vocab, shape.hidden, embed_std)]
+    jobs = [matrix("embed", formats.embed(tied=shape.tied), shape.vocab, shape.hidden, embed_std)]
     if not shape.tied:
-        jobs.append(matrix("head", head, shape.vocab, shape.hidden, 1 / math.sqrt(shape.hidden)))
+        jobs.append(matrix("head", formats.head, shape.vocab, shape.hidden, 1 / math.sqrt(shape.hidden)))
     jobs += [vectors.norm("final_norm", shape.hidden), _constant("rope.inv_freq", _rotary(shape).inv_freq)]
     for layer in range(shape.layers):
         prefix = f"layers.{layer}"

@@ -16,7 +16,8 @@ settings.load_profile("repeatable")
 
 @pytest.fixture(scope="session")
 def container(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
-    """container(name, quant): the golden checkpoint `name` converted to `quant`, once a session."""
+    """container(name, quant): the golden checkpoint `name` converted to `quant`, once a session.
+    "int8 head int4" is int8 with a head of int4."""
     from ops.convert import convert
     from tests.golden import harness
 
@@ -25,7 +26,8 @@ def container(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], 
     @functools.cache
     def make(name: str, quant: str) -> Path:
         out = folder / f"{name}-{quant}.colibri"
-        convert(harness.MODELS / name, out, quant=quant, upcycle=None, descriptor=None, progress=None)
+        linear, _, head = quant.partition(" head ")
+        convert(harness.MODELS / name, out, quant=linear, head=head or None, upcycle=None, descriptor=None, progress=None)
         return out
 
     return make

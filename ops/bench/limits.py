@@ -42,6 +42,13 @@ def step_ops(info: ModelInfo, rows: int, *, logit_rows: int) -> float:
 def limit_tokens(info: ModelInfo, limits: MachineLimits, rows: int, *, logit_rows: int) -> float:
     """Tokens a second of steps of `rows` tokens if all that bound them were reading or arithmetic, whichever takes longer."""
     reading = step_bytes(info, rows) / (limits.read_gb_s * 1e9)
-    peak = limits.peak_gops.get(PEAK_OF[info.expert_format])
-    computing = step_ops(info, rows, logit_rows=logit_rows) / (peak * 1e9) if peak else 0.0
+    layers = step_ops(info, rows, logit_rows=0)
+    head = step_ops(info, rows, logit_rows=logit_rows) - layers
+    computing = _seconds(layers, info.expert_format, limits) + _seconds(head, info.head_format, limits)
     return rows / max(reading, computing)
+
+
+def _seconds(ops: float, weights: int, limits: MachineLimits) -> float:
+    """Of products with weights of that format; none if its peak was not measured."""
+    peak = limits.peak_gops.get(PEAK_OF[weights])
+    return ops / (peak * 1e9) if peak else 0.0

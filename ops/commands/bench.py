@@ -10,7 +10,7 @@ import typer
 from ops.commands import bench_balance, bench_peers, bench_system
 from ops.commands.bench_common import AsJson, Kv, Model, Prompt, Samples, Threads, Workers, bench_config, measure
 from ops.commands.common import human_bytes, parse_ints
-from ops.commands.convert import Quant, check_paths, progress_bar
+from ops.commands.convert import Head, Quant, check_paths, progress_bar
 from ops.commands.logits import KvFormat
 
 Streams = Annotated[str, typer.Option(help="Numbers of concurrent streams.")]
@@ -37,6 +37,7 @@ def make_model(
     out: Annotated[Path, typer.Argument(metavar="OUT.colibri")],
     shape: Annotated[str, typer.Option(help="mm, qm, tiny, or layers,hidden,heads,kv_heads,ffn,experts,top_k,vocab.")] = "mm",
     quant: Annotated[Quant, typer.Option(help="Weight format.")] = Quant.INT8,
+    head: Head = None,
     seed: Annotated[int, typer.Option(help="Seed of the weights.")] = 1,
     force: Annotated[bool, typer.Option(help="Replace OUT if it exists.")] = False,
 ) -> None:
@@ -47,7 +48,7 @@ def make_model(
 
     chosen = parse_shape(shape)
     with progress_bar(f"making {out.name}") as progress:
-        run(out, chosen, quant=quant.value, seed=seed, progress=progress)
+        run(out, chosen, quant=quant.value, head=head and head.value, seed=seed, progress=progress)
     typer.echo(f"{out}: {human_bytes(out.stat().st_size)}")
 
 

@@ -25,6 +25,9 @@ class Quant(StrEnum):
     INT4 = "int4"
 
 
+Head = Annotated[Quant | None, typer.Option(help="Format of lm_head, and of an embedding tied to it; else int8 with int4, or --quant's.")]
+
+
 def register(app: typer.Typer) -> None:
     """Adds the command."""
 
@@ -33,6 +36,7 @@ def register(app: typer.Typer) -> None:
         source: Annotated[Path, typer.Argument(metavar="SRC", help="Directory with config.json and safetensors, or a .gguf file.")],
         out: Annotated[Path, typer.Argument(metavar="OUT.colibri")],
         quant: Annotated[Quant, typer.Option(help="Weight format.")] = Quant.INT8,
+        head: Head = None,
         upcycle: Annotated[str | None, typer.Option(help="Turn a dense model into experts, for instance pairs=4.")] = None,
         descriptor: Annotated[Path | None, typer.Option(help="A family table of your own (docs/models.md).")] = None,
         tokenizer: Annotated[str, typer.Option(help="auto (the source's), none, or a tokenizer.json.")] = "auto",
@@ -51,6 +55,7 @@ def register(app: typer.Typer) -> None:
                 source,
                 out,
                 quant=quant.value,
+                head=head and head.value,
                 upcycle=upcycle,
                 descriptor=descriptor,
                 progress=progress,
@@ -59,7 +64,8 @@ def register(app: typer.Typer) -> None:
                 sampling=sampling,
             )
         if not quiet:
-            what = f"{report.family}, {report.parameters / 1e6:,.1f} M parameters in {report.quant}, {report.tensors} tensors"
+            weights = f"{report.parameters / 1e6:,.1f} M parameters in {report.quant}, head in {report.head}"
+            what = f"{report.family}, {weights}, {report.tensors} tensors"
             typer.echo(f"{out}: {what}, {human_bytes(report.file_bytes)} in {report.seconds:.1f} s")
         if not report.tokenizer:
             typer.echo("colibri: there is no tokenizer, so the model takes token ids only; name one with --tokenizer FILE", err=True)

@@ -17,7 +17,7 @@ from ops.convert.families import table_for
 from ops.convert.gguf import GGUFSource
 from ops.convert.huggingface import HuggingFaceSource
 from ops.convert.pipeline import Progress, write_tensors
-from ops.convert.plan import QUANT_FORMATS, Plan, build_plan
+from ops.convert.plan import Plan, build_plan, formats_of
 from ops.convert.source import Source, Texts
 from ops.convert.tokenizer import check_tokenizer, generation_defaults
 from ops.convert.upcycle import parse_recipe, upcycle as upcycled
@@ -32,6 +32,8 @@ class ConvertReport:
     out: Path
     family: str
     quant: str
+    head: str
+    """format of the head, and of an embedding tied to it"""
     tensors: int
     parameters: int
     file_bytes: int
@@ -44,6 +46,7 @@ def convert(
     out: str | os.PathLike[str],
     *,
     quant: str = "int8",
+    head: str | None = None,
     upcycle: str | None = None,
     descriptor: Path | None = None,
     progress: Progress | None = None,
@@ -53,22 +56,22 @@ def convert(
 ) -> ConvertReport:
     """Converts a Hugging Face folder (or one .safetensors file in it) or a GGUF file.
 
-    `quant`: f32, bf16, int8 or int4 (embedding and head int8). `upcycle`: "pairs=N" makes 2N experts of a dense model, split by `seed`.
+    `quant`: f32, bf16, int8 or int4 (embedding and head int8). `head`: another format for the head, and for an embedding tied to it.
+    `upcycle`: "pairs=N" makes 2N experts of a dense model, split by `seed`.
     `descriptor`: a family table of the caller's own. `tokenizer`: "auto" takes the source's, "none" leaves it out, else a tokenizer.json.
     `sampling`: temperature and top_p of requests that do not say, in place of the source's.
     `progress` is called after each tensor with bytes done, bytes in all and the tensor's name.
     Raises ConvertError naming what is wrong and what would help; then, and on an interrupt, nothing is left of `out`."""
     started = time.monotonic()
     source, out = Path(source), Path(out)
-    if quant not in QUANT_FORMATS:
-        raise ConvertError(f"the weight format {quant!r} is unknown; it is one of {', '.join(QUANT_FORMATS)}")
+    formats = formats_of(quant, head)
     pairs = parse_recipe(upcycle) if upcycle is not None else None
     opened = _open(source)
     try:
         if out.exists() and out.resolve() in (opened.path.resolve(), source.resolve()):
             raise ConvertError(f"{out}: is the source itself; write elsewhere")
         table = table_for(opened.family, descriptor)
-        plan = build_plan(opened, table, resolve(table, opened), quant)
+        plan = build_plan(opened, table, resolve(table, opened), formats)
         if pairs is not None:
             plan = upcycled(plan, pairs, seed=seed)
         texts = opened.texts(with_tokenizer=tokenizer == "auto")
@@ -82,7 +85,7 @@ def convert(
     finally:
         opened.close()
     seconds = time.monotonic() - started
-    return ConvertReport(out, table.family, quant, len(plan.jobs), _parameters(plan.arch), size, seconds, bool(embedded))
+    return ConvertReport(out, table.family, quant, formats.head, len(plan.jobs), _parameters(plan.arch), size, seconds, bool(embedded))
 
 
 def _open(source: Path) -> Source:

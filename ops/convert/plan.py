@@ -28,6 +28,29 @@ QUANT_FORMATS = {"f32": ("f32", "f32"), "bf16": ("bf16", "bf16"), "int8": ("int8
 
 
 @dataclass(frozen=True, slots=True)
+class Formats:
+    """What the matrices of a container are stored as."""
+
+    linear: str
+    head: str
+    """the head, and with it an embedding that is tied to it"""
+    own_embed: str
+    """an embedding that is not the head: a token reads one row of it, so a smaller format would save nothing but room"""
+
+    def embed(self, *, tied: bool) -> str:
+        return self.head if tied else self.own_embed
+
+
+def formats_of(quant: str, head: str | None = None) -> Formats:
+    """The formats of a container of `quant` whose head is `head`, or what `quant` says if None. Raises ConvertError for an unknown one."""
+    for what, name in (("weight format", quant), ("head's format", head)):
+        if name is not None and name not in QUANT_FORMATS:
+            raise ConvertError(f"the {what} {name!r} is unknown; it is one of {', '.join(QUANT_FORMATS)}")
+    linear, usual = QUANT_FORMATS[quant]
+    return Formats(linear, head or usual, usual)
+
+
+@dataclass(frozen=True, slots=True)
 class Job:
     """One container tensor: `rows` for layouts plain and p32, `expert` for layout expert."""
 
@@ -44,9 +67,9 @@ class Plan:
     jobs: tuple[Job, ...]
 
 
-def build_plan(source: Source, table: Table, arch: Arch, quant: str) -> Plan:
+def build_plan(source: Source, table: Table, arch: Arch, formats: Formats) -> Plan:
     """Finds every tensor and checks its shape. A missing tensor, a wrong shape or a left-over tensor is an error that names it."""
-    planner = _Planner(source, table, arch, quant)
+    planner = _Planner(source, table, arch, formats)
     jobs = [*planner.model_jobs()]
     for layer in range(arch.layers):
         jobs += planner.layer_jobs(layer)
@@ -67,23 +90,23 @@ class _Part:
 
 
 class _Planner:
-    def __init__(self, source: Source, table: Table, arch: Arch, quant: str) -> None:
+    def __init__(self, source: Source, table: Table, arch: Arch, formats: Formats) -> None:
         self._source, self._table, self._arch = source, table, arch
-        self._linear, self._head = QUANT_FORMATS[quant]
+        self._formats, self._linear = formats, formats.linear
         self._used: set[str] = {str(table.rope.get("factors", ""))}
 
     def model_jobs(self) -> list[Job]:
         arch = self._arch
         inv_freq = arch.rope.inv_freq
         jobs = [
-            self._packed("embed", self._head, arch.hidden, self._part("embed", (arch.vocab, arch.hidden))),
+            self._packed("embed", self._formats.embed(tied=arch.tied), arch.hidden, self._part("embed", (arch.vocab, arch.hidden))),
             self._plain("final_norm", self._part("final_norm", (arch.hidden,))),
             Job(TensorEntry("rope.inv_freq", "plain", "f32", inv_freq.shape), rows=lambda start, stop: inv_freq[start:stop]),
         ]
         if arch.tied:
             self._used.update(spec.name for spec in self._table.tensors.get("head", ()))
         else:
-            jobs.insert(1, self._packed("head", self._head, arch.hidden, self._part("head", (arch.vocab, arch.hidden))))
+            jobs.insert(1, self._packed("head", self._formats.head, arch.hidden, self._part("head", (arch.vocab, arch.hidden))))
         return jobs
 
     def layer_jobs(self, layer: int) -> list[Job]:

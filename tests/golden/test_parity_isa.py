@@ -34,7 +34,7 @@ def test_the_specification_is_among_them() -> None:
 
 @pytest.mark.usefixtures("keep_isa")
 @pytest.mark.parametrize("kv_format", ["f32", "bf16"])
-@pytest.mark.parametrize("quant", ["f32", "int8", "int4"])
+@pytest.mark.parametrize("quant", ["f32", "int8", "int4", "int4 head int4", "int8 head int4", "int4 head f32"])
 @pytest.mark.parametrize("name", harness.NAMES)
 def test_bits_equal_on_every_instruction_set(name: str, quant: str, kv_format: str, container: Containers) -> None:
     expected = trace(container, name, quant, "generic", kv_format).bits()

@@ -16,6 +16,8 @@ from tests.golden import harness, reference
 from tests.golden.harness import Containers
 
 CASES = [("f32", "bf16"), *((quant, kv) for quant in ("bf16", "int8", "int4") for kv in ("f32", "bf16"))]
+# A head of another format than the linears: the smallest under each of them, and the largest over the smallest.
+HEADS = ("int4 head int4", "int8 head int4", "bf16 head int4", "f32 head int4", "int4 head bf16", "int4 head f32")
 # Share of rows of three-token prompts within EXACT of max|logit|. Measured, the worst checkpoint: 0.94, 0.85, 0.77, 0.95 (noise of 3e-8
 # put on float64 activations gives such figures too). A wrong scale, offset or rounding rule leaves none.
 EXACT = 5e-6
@@ -56,6 +58,24 @@ def exact_share(session: engine_c.Session, model: reference.Model, tokens: harne
     return float(np.mean(rows))
 
 
+@pytest.mark.parametrize("quant", HEADS)
+@pytest.mark.parametrize("name", harness.NAMES)
+def test_a_head_of_its_own_format_equals_its_dequantised_weights(name: str, quant: str, container: Containers) -> None:
+    """Tied and untied: with the tied one the embedding changes too, as the reference reads it from the file."""
+    path, tokens = container(name, quant), harness.vectors(name).tokens
+    linear, head = quant.split(" head ")
+    model = reference.from_container(path)
+    with harness.threads(path, lanes=0) as session:
+        trace = harness.run(session, tokens, chunk=16)
+        share = exact_share(session, model, tokens)
+    assert (model.rounding["expert"], model.rounding["head"]) == (linear, head)
+    rounded = reference.forward(model, tokens, routes=trace.experts)
+    plain = reference.forward(model.exact(), tokens, routes=trace.experts)
+    assert share >= min(EXACT_SHARE[linear], EXACT_SHARE[head])
+    assert harness.error(trace.logits, rounded.logits) < max(ROUNDED_BOUND[linear], ROUNDED_BOUND[head])
+    assert harness.error(trace.logits, plain.logits) < max(PLAIN_BOUND[linear], PLAIN_BOUND[head])
+
+
 @pytest.mark.parametrize("name", harness.NAMES)
 def test_bf16_weights_that_were_bf16_cost_only_the_activations(name: str, container: Containers) -> None:
     """Conversion of a bf16 checkpoint to bf16 is exact: greedy tokens stay, logits differ by the rounding of activations alone."""
@@ -68,6 +88,14 @@ def test_bf16_weights_that_were_bf16_cost_only_the_activations(name: str, contai
         trace = harness.run(session, vectors.tokens, chunk=64)
     if exact and np.array_equal(trace.experts, vectors.experts):
         assert harness.error(trace.logits, vectors.logits) < PLAIN_BOUND["bf16"]
+
+
+@pytest.mark.parametrize("name", ["tied", "window"])
+def test_an_int4_head_changes_only_the_head_and_what_is_tied_to_it(name: str, container: Containers) -> None:
+    smaller, usual = (reference.from_container(container(name, quant)) for quant in ("int4 head int4", "int4"))
+    assert not np.array_equal(smaller.head, usual.head)
+    assert np.array_equal(smaller.embed, usual.embed) == (name != "tied")
+    assert np.array_equal(smaller.layers[0].q, usual.layers[0].q)
 
 
 @pytest.mark.parametrize(("quant", "bits"), [("f32", 32), ("bf16", 16), ("int8", 8.5), ("int4", 4.5)])

@@ -35,7 +35,7 @@ def report(*arguments: str | Path) -> dict[str, dict[str, object]]:
 
 def test_a_model_of_a_shape_in_numbers_is_made_and_measured(tmp_path: Path) -> None:
     model = tmp_path / "m.colibri"
-    made = bench("make-model", "--shape", "2,64,2,1,96,4,2,300", "--quant", "int4", model)
+    made = bench("make-model", "--shape", "2,64,2,1,96,4,2,300", "--quant", "int4", "--head", "int4", model)
     assert made.returncode == 0, made.stderr
     rows = report("prefill", model, "--tokens", "8,24", "--samples", "1", "--workers-per-node", "0")
     assert list(rows) == ["prefill 8", "prefill 24"]

@@ -17,6 +17,7 @@ from tests.golden.reference import read_safetensors
 from tests.golden.test_parity_quantised import ROUNDED_BOUND
 
 FORMATS = ("f32", "bf16", "int8", "int4")
+MIXED = (*FORMATS, "int4 head int4")  # and a head of another format than usual
 LANES = (0, 1, 3)
 # Around the kernels' tiles (1, 2, 3, 5, 6, 8 rows), the KV block (16), the group (32) and the attention chunk (64).
 ROWS = (1, 2, 3, 5, 6, 7, 8, 9, 12, 13, 15, 16, 17, 31, 32, 33, 63, 64)
@@ -32,7 +33,7 @@ def alone(path: Path, batch: list[list[int]]) -> list[harness.Trace]:
         return [harness.run(session, prompt, chunk=64) for prompt in batch]
 
 
-@pytest.mark.parametrize("quant", FORMATS)
+@pytest.mark.parametrize("quant", MIXED)
 @pytest.mark.parametrize("name", ["window", "top3", "dense-llama"])
 def test_any_mix_of_prefill_and_decode_equals_each_alone(name: str, quant: str, container: Containers) -> None:
     path = container(name, quant)
@@ -63,7 +64,7 @@ def step_at_random(session: engine_c.Session, runs: list[harness.Run], seed: int
         harness.step(session, parts)
 
 
-@pytest.mark.parametrize("quant", FORMATS)
+@pytest.mark.parametrize("quant", MIXED)
 def test_row_counts_around_every_boundary_equal_one_row_at_a_time(quant: str, container: Containers) -> None:
     """`rows` rows of one prompt, and one row of `rows` prompts."""
     path = container("window", quant)

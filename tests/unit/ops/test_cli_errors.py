@@ -33,6 +33,8 @@ def refused(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> tuple[i
         (["convrt"], "convrt"),
         (["convert", "x"], "OUT"),
         (["convert", "a", "b", "--quant", "int5"], "int5"),
+        (["convert", "a", "b", "--head", "int3"], "--head': 'int3' is not one of 'f32', 'bf16', 'int8', 'int4'"),
+        (["bench", "make-model", "--head", "q6", "o.colibri"], "--head': 'q6'"),
         (["logits", "m.colibri", "--tokens", "1,x", "--out", "o.npz"], "'x'"),
         (["logits", "m.colibri", "--tokens", ",", "--out", "o.npz"], "--tokens"),
         (["logits", "m.colibri", "--tokens", "1", "--out", "o.npz", "--workers", "-1"], "workers"),

@@ -12,8 +12,9 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 import engine_c
+from ops.cli import run
 from ops.container import Container
-from ops.convert import convert
+from ops.convert import ConvertError, convert
 from ops.convert.families import TABLES
 from ops.random_model import random_tokenizer
 from tests.unit.ops.checkpoints import DROP, Small, write_folder, write_shards
@@ -81,6 +82,47 @@ def test_bytes_are_of_the_format_asked_for(tmp_path: Path, quant: str, linear: s
         np.testing.assert_array_equal(container.dequantise("layers.1.router")[0], weights["model.layers.1.block_sparse_moe.gate.weight"])
     with engine_c.Model.open(out) as model:
         assert (model.info.expert_format, model.info.head_format) == (engine_c.FORMATS[linear], engine_c.FORMATS[head])
+
+
+@pytest.mark.parametrize(
+    ("quant", "head", "tied", "embedding"),
+    [("int4", "int4", False, "int8"), ("int4", "int4", True, "int4"), ("int8", "bf16", False, "int8"), ("int8", "bf16", True, "bf16")],
+)
+def test_head_has_the_format_asked_for_and_so_has_an_embedding_tied_to_it(
+    tmp_path: Path, quant: str, head: str, tied: bool, embedding: str
+) -> None:
+    out = tmp_path / "out.colibri"
+    report = convert(write_folder(tmp_path / "src", replace(MIXTRAL, tied=tied)), out, quant=quant, head=head)
+    assert (report.quant, report.head) == (quant, head)
+    with Container.open(out) as container:
+        assert container.descriptor["quant"] == quant
+        expected = {"embed": embedding, "head": head}
+        for name, entry in container.tensors.items():
+            assert entry.format == ("f32" if entry.layout == "plain" else expected.get(name, quant))
+        assert ("head" in container.tensors) != tied
+    with engine_c.Model.open(out) as model:
+        assert (model.info.expert_format, model.info.head_format) == (engine_c.FORMATS[quant], engine_c.FORMATS[head])
+
+
+def test_the_usual_head_asked_for_gives_the_same_file(tmp_path: Path) -> None:
+    source = write_folder(tmp_path / "src", MIXTRAL)
+    convert(source, tmp_path / "a", quant="int4")
+    convert(source, tmp_path / "b", quant="int4", head="int8")
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_command_says_the_format_of_the_head(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, out = write_folder(tmp_path / "src", MIXTRAL), tmp_path / "out.colibri"
+    assert run(["convert", str(source), str(out), "--quant", "int8", "--head", "int4"]) == 0
+    assert "M parameters in int8, head in int4, " in capsys.readouterr().out.splitlines()[-1]
+    assert run(["inspect", str(out)]) == 0
+    assert "head, int4" in capsys.readouterr().out
+
+
+def test_unknown_head_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConvertError, match="the head's format 'int5' is unknown; it is one of f32, bf16, int8, int4"):
+        convert(write_folder(tmp_path / "src", MIXTRAL), tmp_path / "out.colibri", head="int5")
+    assert not (tmp_path / "out.colibri").exists()
 
 
 def test_same_source_gives_the_same_file(tmp_path: Path) -> None:

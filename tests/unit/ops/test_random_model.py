@@ -49,6 +49,17 @@ def test_engine_runs_it_with_sane_numbers(tmp_path: Path, name: str, quant: str)
             assert len(np.unique(experts)) > shape.experts // 2, "tokens spread over the experts"
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_head_has_a_format_of_its_own(tmp_path: Path, tied: bool) -> None:
+    path, shape = tmp_path / "m.colibri", replace(TINY, tied=tied)
+    assert make_model(path, shape, quant="int4", head="bf16") == path.stat().st_size
+    with Container.open(path) as container:
+        formats = {name: container.tensors[name].format for name in ("embed", "head", "layers.0.qkv") if name in container.tensors}
+        assert formats == {"embed": "bf16" if tied else "int8", "layers.0.qkv": "int4"} | ({} if tied else {"head": "bf16"})
+        assert container.descriptor["quant"] == "int4"
+    assert np.isfinite(compute_logits(path, tokens=[1, 2, 3]).logits).all()
+
+
 def test_seed_decides(tmp_path: Path) -> None:
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         make_model(tmp_path / name, TINY, quant="int4", seed=seed)

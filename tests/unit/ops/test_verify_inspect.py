@@ -80,7 +80,7 @@ def test_description_holds_the_facts(tmp_path: Path) -> None:
     assert description.sections["router"]["k"] == "2"
     assert description.sections["provenance"]["licence"] == "Apache-2.0"
     assert description.sections["weights"]["asked for"] == "int4"
-    assert {"experts, int4", "attention, int4", "embedding and head, int8", "router, f32"} <= description.sections["weights"].keys()
+    assert {"experts, int4", "attention, int4", "embedding, int8", "head, int8", "router, f32"} <= description.sections["weights"].keys()
     with Container.open(path) as container:
         experts = [entry for entry in container.tensors.values() if entry.layout == "expert"]
         assert description.sections["weights"]["experts, int4"] == f"{sum(entry.length for entry in experts)} bytes in 12 tensors"
@@ -88,6 +88,16 @@ def test_description_holds_the_facts(tmp_path: Path) -> None:
     hidden, kv = arch["hidden"], arch["kv_heads"] * arch["head_dim"]
     layer = 2 * hidden * hidden + 2 * kv * hidden + 4 * hidden + 3 * 4 * arch["ffn"] * hidden + 2 * hidden
     assert description.sections["architecture"]["parameters"] == str(3 * layer + 2 * 512 * hidden + hidden)
+
+
+@pytest.mark.parametrize(("tied", "kinds"), [(False, {"embedding, int8", "head, bf16"}), (True, {"embedding and head, bf16"})])
+def test_a_head_of_its_own_format_is_verified_and_shown(tmp_path: Path, tied: bool, kinds: set[str]) -> None:
+    path = tmp_path / "m.colibri"
+    make_model(path, replace(SHAPES["tiny"], tied=tied), quant="int4", head="bf16")
+    weights = describe(path).sections["weights"]
+    assert {kind for kind in weights if kind.startswith(("embedding", "head"))} == kinds
+    assert weights["asked for"] == "int4"
+    assert str(verify(path)).startswith("whole: ")
 
 
 def test_description_prints_every_section(path: Path) -> None:

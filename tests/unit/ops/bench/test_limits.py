@@ -48,3 +48,22 @@ def test_the_slower_of_reading_and_arithmetic_limits(info: ModelInfo) -> None:
     assert limit_tokens(info, slow_arithmetic, 4, logit_rows=4) == pytest.approx(4e6 / step_ops(info, 4, logit_rows=4))
     unknown = replace(slow_memory, peak_gops={})
     assert limit_tokens(info, unknown, 1, logit_rows=1) == pytest.approx(1e6 / info.active_bytes)
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> ModelInfo:
+    path = tmp_path_factory.mktemp("limits") / "mixed.colibri"
+    make_model(path, SHAPE, quant="int8", head="bf16")
+    with Model.open(path) as model:
+        return model.info
+
+
+def test_a_head_of_its_own_format_counts_by_its_own_bytes(info: ModelInfo, mixed: ModelInfo) -> None:
+    assert mixed.active_bytes - info.active_bytes == 64 * 64 * (16 - 8.5) / 8
+    assert step_bytes(mixed, 3) - step_bytes(info, 3) == pytest.approx(mixed.active_bytes - info.active_bytes)
+
+
+def test_a_head_of_its_own_format_computes_at_its_own_peak(mixed: ModelInfo) -> None:
+    slow = MachineLimits(lanes=1, read_gb_s=1e6, read_one_gb_s=1e6, peak_gops={"int8": 2e-3, "bf16": 1e-3})
+    seconds = step_ops(mixed, 4, logit_rows=0) / 2e6 + 4 * 2 * 64 * 64 / 1e6
+    assert limit_tokens(mixed, slow, 4, logit_rows=4) == pytest.approx(4 / seconds)
