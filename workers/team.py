@@ -127,23 +127,31 @@ class Team:
         if config.grows:
             image = open_growing(path, mode=config.load_mode, placement=config.placement, topology=topology)
         else:
-            image = open_image(path, mode=config.load_mode, placement=config.placement, topology=topology, keep=config.keep)
+            image = open_image(
+                path, mode=config.load_mode, placement=config.placement, topology=topology, keep=config.keep, complete=False
+            )
         log.info("weights: load mode %s, placement %s: %s", image.mode, image.placement.placement, image.placement.reason)
         model: Model | None = None
         session: Session | None = None
+        supervisor: Supervisor | None = None
         try:
             model = Model.open_parts(image.parts_for(plan.front_node))
-            free = read_topology().memory_available_bytes  # again: a copy of the model may have taken memory
+            pending = image.pending  # before it is asked what is free: what is copied in between then counts twice rather than never
+            free = max(0, read_topology().memory_available_bytes - pending)
             topology = replace(topology, memory_available_bytes=free)
             session = Session(model, _session_options(model, plan, topology, config, image.placement))
             kv_memory = KvMemory(session, image.placement.nodes)
             kv_memory.bind()
-            if refused := (*image.report.degraded, *kv_memory.degraded):
-                log.warning("served all the same, but slower than it could be: %s", "; ".join(refused))
             session.lane_place(plan.max_lanes, plan.front_node)
             supervisor = Supervisor(session, image, plan, config.supervisor)
-            supervisor.start(config.start_timeout_s)
+            supervisor.begin()  # the workers start while the copy is made
+            image.complete()
+            if refused := (*image.report.degraded, *kv_memory.degraded):
+                log.warning("served all the same, but slower than it could be: %s", "; ".join(refused))
+            supervisor.wait_ready(config.start_timeout_s)
         except BaseException:
+            if supervisor is not None:
+                supervisor.stop()
             for part in (session, model, image):
                 if part is not None:
                     part.close()
