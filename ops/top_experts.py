@@ -21,7 +21,7 @@ def routing_lines(load: Load, nodes: Sequence[pb.NodeLoad]) -> list[Text]:
     first = f"  routing of {load.seconds:.1f} s  {'  '.join(_figures(load, slice(None)))}"
     second = f"  active {load.active_mean.mean():.1f}/{load.experts}  repeats {load.repeat_share.mean():.0%}  {human_bytes(whole)} a step"
     if len(nodes) > 1 and whole:
-        second += f"  {'  '.join(f'node {node.node} {node.step_bytes / whole:.0%}' for node in nodes)}"
+        second += f"  {'  '.join(f'NUMA node {node.node} {node.step_bytes / whole:.0%}' for node in nodes)}"
     return [Text(first), Text(second)]
 
 

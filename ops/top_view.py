@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.markup import escape
@@ -14,7 +14,9 @@ from colibri.v1 import operator_pb2 as pb
 from ops.commands.common import human_bytes
 from ops.commands.operate import numbers, state_markup
 from ops.top_experts import load_map, routing_lines
+from ops.top_nodes import height as nodes_height, node_lines
 from service.load_messages import read_load
+from service.printable import printable
 
 _BAR = 20  # columns of a bar
 _FEWEST_MAP_ROWS = 4
@@ -27,6 +29,8 @@ class Frame:
     stats: pb.WatchStatsResponse
     machine: pb.TopologyResponse
     place: str
+    earlier: pb.TopologyResponse = field(default_factory=pb.TopologyResponse)  # the machine as it was
+    seconds: float = 0.0  # before
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         height = options.height or (console.size.height if console.is_terminal else 200)
@@ -36,12 +40,13 @@ class Frame:
         yield self._head()
         left = height - 2 - len(self.machine.nodes)
         for model in self.stats.models:
-            left -= 6 + len(model.workers) + bool(model.operations)
+            left -= 6 + len(model.workers) + bool(model.operations) + nodes_height(model.model, self.machine.remote_nodes)
         for node in self.machine.nodes:
             yield _node_line(node, self.stats.models)
         for model in self.stats.models:
             placement = next((placed for placed in self.machine.placements if placed.model == model.model), None)
             yield Group(*model_lines(model, self.stats.interval_seconds, placement))
+            yield from node_lines(model.model, self.machine.remote_nodes, self.earlier.remote_nodes, self.seconds)
             rows = max(_FEWEST_MAP_ROWS, left // max(1, len(self.stats.models)))
             yield from _experts(model, width=width, rows=rows)
 
@@ -78,7 +83,7 @@ def model_lines(model: pb.ModelStats, seconds: float, placement: pb.Placement | 
     if model.workers:
         lines.append(_workers(model.workers, seconds))
     degraded = placement.degraded if placement is not None else ()
-    return [*lines, *(Text(f"  degraded: {sentence}", style="yellow") for sentence in degraded)]
+    return [*lines, *(Text(f"  degraded: {printable(sentence)}", style="yellow") for sentence in degraded)]
 
 
 def bar(share: float, *, width: int = _BAR) -> Text:
@@ -104,7 +109,8 @@ def _node_line(node: pb.NumaNode, models: Sequence[pb.ModelStats]) -> Text:
     ready = sum(stats.worker.state == pb.WORKER_STATE_READY for stats in theirs)
     lanes = sum(len(stats.worker.lanes) for stats in theirs)
     busy = sum(stats.busy * len(stats.worker.lanes) for stats in theirs)
-    text = Text(f"  node {node.id}  CPUs {numbers(node.cpus) or 'none'}  {human_bytes(node.memory_bytes)}  workers {ready}/{len(theirs)}")
+    cpus = numbers(node.cpus) or "none"
+    text = Text(f"  NUMA node {node.id}  CPUs {cpus}  {human_bytes(node.memory_bytes)}  workers {ready}/{len(theirs)}")
     return text.append(f"  lanes {lanes} ").append_text(bar(busy / lanes)) if lanes else text
 
 
@@ -123,7 +129,7 @@ def _workers(workers: Sequence[pb.WorkerStats], seconds: float) -> Table:
         worker = stats.worker
         local = f"local {_share(worker.tasks_local, worker.tasks_homed)}" if worker.tasks_homed else ""
         table.add_row(
-            f"  worker {worker.index} node {worker.node}",
+            f"  worker {worker.index} NUMA node {worker.node}",
             state_markup(worker.state),
             f"pid {worker.pid}" if worker.HasField("pid") else "",
             f"CPUs {numbers(worker.cpus)}" if worker.cpus else f"{len(worker.lanes)} lanes",

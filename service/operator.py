@@ -241,7 +241,7 @@ class OperatorServicer(operator_pb2_grpc.OperatorServicer):
             raise OperatorFault("FAILED_PRECONDITION", "MODEL_NOT_READY", f"model {hosted.name!r} is being unloaded", model=hosted.name)
         nodes = [known.id for known in hosted.team.topology.nodes if known.cpus]
         if node is not None and node not in nodes:
-            sentence = f"there is no node {node} with CPUs that may be used; there is {', '.join(map(str, nodes))}"
+            sentence = f"there is no NUMA node {node} with CPUs that may be used; there is {', '.join(map(str, nodes))}"
             raise OperatorFault("NOT_FOUND", "UNKNOWN_NODE", sentence, node=str(node))
         return hosted
 

@@ -158,7 +158,7 @@ class Filling:
         if found is None:
             self._refuse("where memory lies can't be read (/proc/self/numa_maps)")
         elif found < total:
-            self._refuse(f"{total - found} of {total} bytes of node {node} lie on other nodes")
+            self._refuse(f"{total - found} of {total} bytes of NUMA node {node} lie on other nodes")
         return NodeShare(node, total, found, self._huge[node])
 
     def _refuse(self, text: str) -> None:

@@ -106,7 +106,7 @@ def _astray(address: int, length: int, node: int, *, unknown: str = "") -> str:
     found = numa.pages_elsewhere(address, length, PAGE, node)
     if found is None:
         return unknown
-    return "" if found[0] <= (1 - LEAST) * found[1] else f"{found[0]} of {found[1]} pages did not get to node {node}"
+    return "" if found[0] <= (1 - LEAST) * found[1] else f"{found[0]} of {found[1]} pages did not get to NUMA node {node}"
 
 
 def copy(source: Part, size: int, node: int, cpus: Sequence[int], *, rest: Callable[[float], object] = time.sleep) -> tuple[Part, str]:

@@ -117,5 +117,5 @@ def _call(name: str, address: int | None, length: int | None, mode: int, node: i
     last = [] if address is None else [ctypes.c_uint(flags)]
     if libc.syscall(ctypes.c_long(number), *where, ctypes.c_long(mode), mask, bits, *last):
         refusal = ctypes.get_errno()
-        return f"{name} to node {node}: {os.strerror(refusal)}", refusal
+        return f"{name} to NUMA node {node}: {os.strerror(refusal)}", refusal
     return "", 0

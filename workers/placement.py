@@ -61,7 +61,7 @@ class PlacementPlan:
         return sum(extent.bytes for extent in self.extents if extent.node == node)
 
 
-def whole_file(size: int, reason: str = "one node has all memory and CPUs, so there is nothing to place") -> PlacementPlan:
+def whole_file(size: int, reason: str = "one NUMA node has all memory and CPUs, so there is nothing to place") -> PlacementPlan:
     """Everything in one piece, on no node in particular."""
     return PlacementPlan("none", (), (Extent(-1, 0, size),), reason)
 
@@ -110,8 +110,8 @@ def fine_extents(plan: PlacementPlan, layout: Layout | None) -> tuple[Extent, ..
 
 
 def _refuse(layout: Layout, plan: PlacementPlan, tight: Sequence[Node], wish: Placement) -> PlacementPlan:
-    have = ", ".join(f"node {node.id} has {_mib(node.free_bytes or 0)} free" for node in tight)
-    sentence = f"a share of the weights takes up to {_mib(max(map(plan.bytes_on, plan.nodes)) + NODE_RESERVE)} of a node and {have}"
+    have = ", ".join(f"NUMA node {node.id} has {_mib(node.free_bytes or 0)} free" for node in tight)
+    sentence = f"a share of the weights takes up to {_mib(max(map(plan.bytes_on, plan.nodes)) + NODE_RESERVE)} of a NUMA node and {have}"
     if wish == "auto":
         return whole_file(layout.size, f"{sentence}, so the weights are not placed")
     raise PlacementError(f"placement {wish} is not possible: {sentence}; free memory or use placement none")
@@ -120,30 +120,30 @@ def _refuse(layout: Layout, plan: PlacementPlan, tight: Sequence[Node], wish: Pl
 def _without(left_out: Sequence[Node]) -> str:
     if not left_out:
         return ""
-    return "; left out for want of free memory: " + ", ".join(f"node {node.id}" for node in left_out)
+    return "; left out for want of free memory: " + ", ".join(f"NUMA node {node.id}" for node in left_out)
 
 
 def _plan(layout: Layout, nodes: tuple[int, ...], wish: Placement) -> PlacementPlan:
     count = len(nodes)
     if wish == "replicate":
         extents = tuple(Extent(node, 0, layout.size) for node in nodes)
-        return PlacementPlan("replicate", nodes, extents, f"a full copy on each of {count} nodes was asked for")
+        return PlacementPlan("replicate", nodes, extents, f"a full copy on each of {count} NUMA nodes was asked for")
     rows = _extents(layout.size, [*_backbone(layout, nodes), *_expert_rows(layout, nodes)])
     fewest = min((matrix.units for matrix in _cut_matrices(layout)), default=count)
     if wish == "rows" and len(rows) <= MAX_EXTENTS:
-        return PlacementPlan("rows", nodes, rows, f"every matrix cut over {count} nodes was asked for")
+        return PlacementPlan("rows", nodes, rows, f"every matrix cut over {count} NUMA nodes was asked for")
     if wish == "auto" and fewest >= count and len(rows) <= MAX_EXTENTS:
-        why = f"every matrix has panels for all {count} nodes, so each token reads from all their memories at once"
+        why = f"every matrix has panels for all {count} NUMA nodes, so each token reads from all their memories at once"
         return PlacementPlan("rows", nodes, rows, why)
     experts = _extents(layout.size, [*_backbone(layout, nodes), *_whole_experts(layout, nodes)])
     if len(experts) > MAX_EXTENTS:
         raise PlacementError(f"placement {wish} takes {len(experts)} pieces, {MAX_EXTENTS} are possible; use placement replicate or none")
     if wish == "experts":
-        why = f"whole experts on {count} nodes were asked for"
+        why = f"whole experts on {count} NUMA nodes were asked for"
     elif fewest < count:
-        why = f"a matrix has {fewest} panels, too few for {count} nodes, so experts stay whole"
+        why = f"a matrix has {fewest} panels, too few for {count} NUMA nodes, so experts stay whole"
     else:
-        why = f"rows cut over {count} nodes would take {len(rows)} mappings in every process, so experts stay whole"
+        why = f"rows cut over {count} NUMA nodes would take {len(rows)} mappings in every process, so experts stay whole"
     return PlacementPlan("experts", nodes, experts, why)
 
 

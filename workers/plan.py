@@ -124,7 +124,7 @@ def _wishes(places: Sequence[Node], default: NodeWish, nodes: Mapping[int, NodeW
     unknown = sorted(set(nodes) - {node.id for node in places})
     if unknown:
         have = ", ".join(str(node.id) for node in places)
-        raise PlanError(f"there is no node {unknown[0]} with CPUs that may be used; there are {have}")
+        raise PlanError(f"there is no NUMA node {unknown[0]} with CPUs that may be used; there are {have}")
     wishes = {node.id: nodes.get(node.id, default) for node in places}
     for wish in wishes.values():
         if wish.workers is not None and not 0 <= wish.workers <= MAX_LANES:

@@ -102,7 +102,7 @@ class Slot:
     @property
     def name(self) -> str:
         """For messages."""
-        return f"worker {self.spec.index} (node {self.spec.node})"
+        return f"worker {self.spec.index} (NUMA node {self.spec.node})"
 
     def obituary(self) -> str:
         """Who, what is wrong, and the last words."""

@@ -8,7 +8,7 @@
 #include "kernels.h"
 
 #define COLIBRI_GEMM_ARGS \
-  const void *w, int panels, int groups, const void *const *rows, int n_rows, float *out, ptrdiff_t ld
+  const void *w, int panels, int groups, const void *const *rows, int n_rows, float *out, ptrdiff_t ld, const void *next
 
 #if defined(__x86_64__)
 void colibri_gemm_f32_avx512(COLIBRI_GEMM_ARGS);
@@ -42,7 +42,7 @@ typedef void (*colibri_gemm_tile)(const char *w, int groups, const void *const *
 
 typedef struct colibri_gemm_tiles {
   int format, max_rows;      /* the tile of r rows is tile[r], 1 <= r <= max_rows */
-  int streams;               /* tiles of at most so many rows read a panel once, front to back */
+  int streams;               /* with at most so many rows the weights' stream from memory is the limit by far (measured) */
   colibri_gemm_tile tile[9];
 } colibri_gemm_tiles;
 
@@ -59,13 +59,14 @@ static inline void colibri_gemm_prefetch_out(const float *out, ptrdiff_t ld, int
   }
 }
 
-/* One panel against `n` rows, cut into the fewest tiles, as equal as possible. A panel read once is left to the hardware's prefetcher, which
- * software prefetching only slows; otherwise the tiles together fetch the panel that follows, so that memory is never idle. */
-static inline void colibri_gemm_panel(const colibri_gemm_tiles *t, const char *w, int groups, const void *const *rows, int n, float *out, ptrdiff_t ld) {
+/* One panel against `n` rows, cut into the fewest tiles, as equal as possible. Few rows are left to the hardware's prefetcher, which software
+ * prefetching only slows; otherwise the tiles together fetch `ahead`, the panel that follows (NULL: none), so that memory is never idle. */
+static inline void colibri_gemm_panel(const colibri_gemm_tiles *t, const char *w, int groups, const void *const *rows, int n, float *out, ptrdiff_t ld,
+                                      const char *ahead) {
   ptrdiff_t block = (ptrdiff_t)colibri_block_bytes(t->format);
   int tiles = (n + t->max_rows - 1) / t->max_rows;
-  ptrdiff_t step = n <= t->streams ? 0 : (block / tiles + 63) / 64 * 64;
-  const char *ahead = w + block * groups;
+  ptrdiff_t step = (block / tiles + 63) / 64 * 64;
+  if (!ahead || n <= t->streams) ahead = w, step = 0;
   for (int r = 0; tiles > 0; tiles--, ahead += step * groups) {
     int m = (n - r + tiles - 1) / tiles;
     if (n > t->max_rows * (COLIBRI_GEMM_OUT_TILES - 1)) colibri_gemm_prefetch_out(out + r * ld, ld, m);
@@ -81,8 +82,11 @@ static inline void colibri_gemm_run(const colibri_gemm_tiles *t, COLIBRI_GEMM_AR
   ptrdiff_t panel_bytes = (ptrdiff_t)colibri_block_bytes(t->format) * groups;
   for (int r = 0; r < n_rows; r += most) {
     int n = n_rows - r < most ? n_rows - r : most;
-    for (int p = 0; p < panels; p++)
-      colibri_gemm_panel(t, (const char *)w + panel_bytes * p, groups, rows + r, n, out + r * ld + COLIBRI_PANEL * p, ld);
+    const char *after = r + n < n_rows ? w : next; /* what is read after these rows' last panel */
+    for (int p = 0; p < panels; p++) {
+      const char *panel = (const char *)w + panel_bytes * p;
+      colibri_gemm_panel(t, panel, groups, rows + r, n, out + r * ld + COLIBRI_PANEL * p, ld, p + 1 < panels ? panel + panel_bytes : after);
+    }
   }
 }
 

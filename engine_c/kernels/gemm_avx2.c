@@ -168,7 +168,7 @@ static const colibri_gemm_tiles bf16_tiles = {COLIBRI_BF16, 4, 2, LIST_4(pass_bf
 static const colibri_gemm_tiles int8_tiles = {COLIBRI_INT8, 4, 2, LIST_4(pass_int8)};
 static const colibri_gemm_tiles int4_tiles = {COLIBRI_INT4, 4, 2, LIST_4(pass_int4)};
 
-#define RUN(tiles) colibri_gemm_run(tiles, w, panels, groups, rows, n_rows, out, ld)
+#define RUN(tiles) colibri_gemm_run(tiles, w, panels, groups, rows, n_rows, out, ld, next)
 
 void colibri_gemm_f32_avx2(COLIBRI_GEMM_ARGS) { RUN(&f32_tiles); }
 void colibri_gemm_bf16_avx2(COLIBRI_GEMM_ARGS) { RUN(&bf16_tiles); }

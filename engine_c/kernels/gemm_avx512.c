@@ -141,8 +141,8 @@ COLIBRI_TARGET_BEGIN(COLIBRI_TARGET_AVX512 ",avx512vnni")
 TILES_6(tile_int8_vnni)
 TILES_6(tile_int4_vnni)
 
-static const colibri_gemm_tiles int8_vnni_tiles = {COLIBRI_INT8, 6, 6, {LIST_6(tile_int8_vnni)}};
-static const colibri_gemm_tiles int4_vnni_tiles = {COLIBRI_INT4, 6, 6, {LIST_6(tile_int4_vnni)}};
+static const colibri_gemm_tiles int8_vnni_tiles = {COLIBRI_INT8, 6, 4, {LIST_6(tile_int8_vnni)}};
+static const colibri_gemm_tiles int4_vnni_tiles = {COLIBRI_INT4, 6, 2, {LIST_6(tile_int4_vnni)}};
 
 /* ---- bf16 with AVX512_BF16 ---- */
 
@@ -174,7 +174,7 @@ static const colibri_gemm_tiles bf16_native_tiles = {COLIBRI_BF16, 8, 8, {LIST_8
 
 static inline int has(unsigned feature) { return (colibri_cpu_features() & feature) != 0; }
 
-#define RUN(tiles) colibri_gemm_run(tiles, w, panels, groups, rows, n_rows, out, ld)
+#define RUN(tiles) colibri_gemm_run(tiles, w, panels, groups, rows, n_rows, out, ld, next)
 
 void colibri_gemm_f32_avx512(COLIBRI_GEMM_ARGS) { RUN(&f32_tiles); }
 void colibri_gemm_bf16_avx512(COLIBRI_GEMM_ARGS) { RUN(has(COLIBRI_CPU_AVX512_BF16) ? &bf16_native_tiles : &bf16_plain_tiles); }

@@ -164,7 +164,7 @@ static const colibri_gemm_tiles int4_dot_tiles = {COLIBRI_INT4, 4, 1, LIST_4(pas
 
 static inline int has_dot(void) { return (colibri_cpu_features() & COLIBRI_CPU_NEON_DOTPROD) != 0; }
 
-#define RUN(tiles) colibri_gemm_run(tiles, w, panels, groups, rows, n_rows, out, ld)
+#define RUN(tiles) colibri_gemm_run(tiles, w, panels, groups, rows, n_rows, out, ld, next)
 
 void colibri_gemm_f32_neon(COLIBRI_GEMM_ARGS) { RUN(&f32_tiles); }
 void colibri_gemm_bf16_neon(COLIBRI_GEMM_ARGS) { RUN(&bf16_tiles); }

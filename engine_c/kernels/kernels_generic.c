@@ -22,7 +22,8 @@ static int is_finite(float x) {
 
 /* ---------------------------------------------------------------- matrix products */
 
-static void gemm_f32(const void *w, int panels, int groups, const void *const *rows, int n_rows, float *out, ptrdiff_t ld) {
+static void gemm_f32(const void *w, int panels, int groups, const void *const *rows, int n_rows, float *out, ptrdiff_t ld, const void *next) {
+  (void)next;
   for (int p = 0; p < panels; p++) {
     const float *block = (const float *)w + (int64_t)p * groups * 1024; /* [k][32 rows] */
     for (int r = 0; r < n_rows; r++) {
@@ -36,7 +37,8 @@ static void gemm_f32(const void *w, int panels, int groups, const void *const *r
   }
 }
 
-static void gemm_bf16(const void *w, int panels, int groups, const void *const *rows, int n_rows, float *out, ptrdiff_t ld) {
+static void gemm_bf16(const void *w, int panels, int groups, const void *const *rows, int n_rows, float *out, ptrdiff_t ld, const void *next) {
+  (void)next;
   for (int p = 0; p < panels; p++) {
     const uint16_t *block = (const uint16_t *)w + (int64_t)p * groups * 1024; /* [k / 2][32 rows][k % 2] */
     for (int r = 0; r < n_rows; r++) {
@@ -74,7 +76,8 @@ static void dot_int4(const uint8_t *block, const int8_t *q, int32_t sum[COLIBRI_
     }
 }
 
-static void gemm_int8(const void *w, int panels, int groups, const void *const *rows, int n_rows, float *out, ptrdiff_t ld) {
+static void gemm_int8(const void *w, int panels, int groups, const void *const *rows, int n_rows, float *out, ptrdiff_t ld, const void *next) {
+  (void)next;
   for (int p = 0; p < panels; p++)
     for (int r = 0; r < n_rows; r++) {
       const int8_t *q = rows[r];
@@ -99,7 +102,8 @@ static float add_exponent(float scale, int32_t exponent) {
   return scale;
 }
 
-static void gemm_int4(const void *w, int panels, int groups, const void *const *rows, int n_rows, float *out, ptrdiff_t ld) {
+static void gemm_int4(const void *w, int panels, int groups, const void *const *rows, int n_rows, float *out, ptrdiff_t ld, const void *next) {
+  (void)next;
   for (int p = 0; p < panels; p++)
     for (int r = 0; r < n_rows; r++) {
       const int8_t *q = rows[r];

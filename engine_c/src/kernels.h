@@ -69,8 +69,9 @@ typedef struct colibri_kernels {
   /* out[r * ld + 32 p + j] = sum_k w[32 p + j][k] * row r [k], for p < panels. rows[r] as colibri_row_bytes describes (64-byte aligned), w 64-byte
    * aligned and contiguous. n_rows >= 0, any. F32: one fma chain over k ascending from 0. INT8/INT4: int32 exact inside a group, then
    * acc = fma((float)sum, scale, acc), groups ascending from 0; scale = fp16 weight scale times (INT8: one f32 multiply; INT4: exponent add)
-   * the row's. BF16: pairs of k ascending; f32 accumulation. */
-  void (*gemm[COLIBRI_FORMATS])(const void *w, int panels, int groups, const void *const *rows, int n_rows, float *out, ptrdiff_t ld);
+   * the row's. BF16: pairs of k ascending; f32 accumulation. next: the weights that the caller reads after these, NULL if unknown: a hint. */
+  void (*gemm[COLIBRI_FORMATS])(const void *w, int panels, int groups, const void *const *rows, int n_rows, float *out, ptrdiff_t ld,
+                                const void *next);
 
   /* Writes groups g0..g1-1 of an activation row of `groups` groups. x points at column 32 * g0; k_valid columns of x are read (<= 32 * (g1-g0)), the
    * rest of the range counts as zero. Returns 1 if a value was NaN or infinite (the row is then poison but defined memory), else 0. */

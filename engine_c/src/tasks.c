@@ -30,6 +30,9 @@ static const char *panel_at(const colibri_matrix *m, int panel) {
   return m->data + panel * (int64_t)m->groups * colibri_block_bytes(m->format);
 }
 
+/* Where the next task starts in the matrix of this one. */
+static const char *panel_after(const colibri_lane_env *env, const colibri_matrix *m) { return env->after ? panel_at(m, env->after->b0) : NULL; }
+
 /* ---------------------------------------------------------------- attention */
 
 static void prepare_attention(colibri_lane_env *env, const colibri_phase *p, const colibri_task *t) {
@@ -53,7 +56,8 @@ static void qkv(colibri_lane_env *env, const colibri_phase *p, const colibri_tas
   int n = t->a1 - t->a0, first = 32 * t->b0, end = 32 * t->b1 < layer->qkv.n ? 32 * t->b1 : layer->qkv.n;
   float *out = a->qkv + (int64_t)t->a0 * a->dims.qkv_pad + first;
   point_rows(env, a->act_hidden + (int64_t)t->a0 * a->dims.hidden_row_bytes, a->dims.hidden_row_bytes, n);
-  env->kernels->gemm[layer->qkv.format](panel_at(&layer->qkv, t->b0), t->b1 - t->b0, layer->qkv.groups, env->rows, n, out, a->dims.qkv_pad);
+  env->kernels->gemm[layer->qkv.format](panel_at(&layer->qkv, t->b0), t->b1 - t->b0, layer->qkv.groups, env->rows, n, out, a->dims.qkv_pad,
+                                        panel_after(env, &layer->qkv));
   if (!layer->qkv_bias) return;
   for (int r = 0; r < n; r++) {
     float *y = out + (int64_t)r * a->dims.qkv_pad;
@@ -128,7 +132,7 @@ static void project_o(colibri_lane_env *env, const colibri_phase *p, const colib
   int n = t->a1 - t->a0, stride = a->dims.hidden_pad;
   int64_t at = (int64_t)t->a0 * stride + 32 * t->b0;
   point_rows(env, a->act_att + (int64_t)t->a0 * a->dims.att_row_bytes, a->dims.att_row_bytes, n);
-  env->kernels->gemm[o->format](panel_at(o, t->b0), t->b1 - t->b0, o->groups, env->rows, n, a->x1 + at, stride);
+  env->kernels->gemm[o->format](panel_at(o, t->b0), t->b1 - t->b0, o->groups, env->rows, n, a->x1 + at, stride, panel_after(env, o));
   for (int r = 0; r < n; r++, at += stride) env->kernels->add(a->x1 + at, a->x0 + at, 32 * (t->b1 - t->b0), a->x1 + at);
 }
 
@@ -175,6 +179,12 @@ static float output_weight(const colibri_lane_env *env, int pair) {
   return env->model->router.apply_at == COLIBRI_APPLY_INPUT ? 1.0f : env->arena.pair_weight[pair];
 }
 
+/* The panel of gate_up that is read after panels 2 b0 .. 2 b of a task. */
+static const char *gate_up_next(const colibri_lane_env *env, const colibri_phase *p, const colibri_task *t, const colibri_expert *x, int b) {
+  if (b < t->b1) return panel_at(&x->gate_up, 2 * b);
+  return env->after ? panel_at(&env->model->layers[p->layer].experts[env->after->e].gate_up, 2 * env->after->b0) : NULL;
+}
+
 /* Hidden activations of pairs a0..a1 for neurons 32 b0 .. 32 b1: two panels give 32 neurons, one quantisation group, prepared on the spot. */
 static void gate_up(colibri_lane_env *env, const colibri_phase *p, const colibri_task *t) {
   const colibri_arena *a = &env->arena;
@@ -188,7 +198,8 @@ static void gate_up(colibri_lane_env *env, const colibri_phase *p, const colibri
     for (int b = t->b0; b < t->b1; b += step) {
       int pairs = t->b1 - b < step ? t->b1 - b : step;
       float *hidden = env->product + (int64_t)n * 64 * pairs;
-      env->kernels->gemm[x->gate_up.format](panel_at(&x->gate_up, 2 * b), 2 * pairs, x->gate_up.groups, env->rows, n, env->product, 64 * pairs);
+      env->kernels->gemm[x->gate_up.format](panel_at(&x->gate_up, 2 * b), 2 * pairs, x->gate_up.groups, env->rows, n, env->product, 64 * pairs,
+                                            gate_up_next(env, p, t, x, b + pairs));
       if (env->model->router.apply_at == COLIBRI_APPLY_INPUT) weigh_input(env, r0, n, 64 * pairs, env->product);
       env->kernels->silu_mul(env->product, 64 * pairs, n, 2 * pairs, hidden, 32 * pairs);
       int valid = ffn - 32 * b < 32 * pairs ? ffn - 32 * b : 32 * pairs;
@@ -198,6 +209,16 @@ static void gate_up(colibri_lane_env *env, const colibri_phase *p, const colibri
           mark_bad(env, a->pair_row[r0 + r], p->layer);
     }
   }
+}
+
+/* The panel of down that is read after panels b0..b of expert e in a task: the expert's next, or the next expert's first. */
+static const char *down_next(const colibri_lane_env *env, const colibri_phase *p, const colibri_task *t, int e, int b) {
+  const colibri_expert *experts = env->model->layers[p->layer].experts;
+  const int32_t *first = env->arena.expert_first;
+  if (b < t->b1) return panel_at(&experts[e].down, b);
+  while (++e < env->model->info.experts)
+    if (first[e + 1] > first[e]) return panel_at(&experts[e].down, t->b0);
+  return NULL;
 }
 
 /* Output columns of panels b0..b1 for all rows: residual plus the experts' weighted outputs in ascending expert order. The task owns these
@@ -218,7 +239,7 @@ static void down(colibri_lane_env *env, const colibri_phase *p, const colibri_ta
       point_rows(env, a->act_ffn + (int64_t)r0 * a->dims.ffn_row_bytes, a->dims.ffn_row_bytes, n);
       for (int b = t->b0; b < t->b1; b += step) {
         int panels = t->b1 - b < step ? t->b1 - b : step;
-        env->kernels->gemm[m->format](panel_at(m, b), panels, m->groups, env->rows, n, env->product, 32 * panels);
+        env->kernels->gemm[m->format](panel_at(m, b), panels, m->groups, env->rows, n, env->product, 32 * panels, down_next(env, p, t, e, b + panels));
         for (int r = 0; r < n; r++)
           env->kernels->axpy(output_weight(env, r0 + r), env->product + (int64_t)r * 32 * panels, 32 * panels,
                              a->x0 + (int64_t)a->pair_row[r0 + r] * stride + 32 * b);
@@ -235,7 +256,8 @@ static void down_split(colibri_lane_env *env, const colibri_phase *p, const coli
   for (int r0 = t->a0; r0 < t->a1; r0 += ROW_TILE) {
     int n = t->a1 - r0 < ROW_TILE ? t->a1 - r0 : ROW_TILE;
     point_rows(env, a->act_ffn + (int64_t)r0 * a->dims.ffn_row_bytes, a->dims.ffn_row_bytes, n);
-    env->kernels->gemm[m->format](panel_at(m, t->b0), t->b1 - t->b0, m->groups, env->rows, n, a->pair_out + (int64_t)r0 * stride + 32 * t->b0, stride);
+    env->kernels->gemm[m->format](panel_at(m, t->b0), t->b1 - t->b0, m->groups, env->rows, n, a->pair_out + (int64_t)r0 * stride + 32 * t->b0, stride,
+                                  env->after ? panel_at(&env->model->layers[p->layer].experts[env->after->e].down, env->after->b0) : NULL);
   }
 }
 
@@ -273,11 +295,11 @@ static void head(colibri_lane_env *env, const colibri_phase *p, const colibri_ta
   float *out = a->logits + t->a0 * vocab;
   (void)p;
   point_rows(env, a->act_hidden + (int64_t)t->a0 * a->dims.hidden_row_bytes, a->dims.hidden_row_bytes, n);
-  env->kernels->gemm[m->format](panel_at(m, t->b0), whole - t->b0, m->groups, env->rows, n, out + 32 * t->b0, vocab);
+  env->kernels->gemm[m->format](panel_at(m, t->b0), whole - t->b0, m->groups, env->rows, n, out + 32 * t->b0, vocab, panel_after(env, m));
   if (whole == t->b1) return;
   for (int r0 = 0; r0 < n; r0 += ROW_TILE) { /* the last panel reaches beyond the vocabulary: through the product buffer */
     int rows = n - r0 < ROW_TILE ? n - r0 : ROW_TILE;
-    env->kernels->gemm[m->format](panel_at(m, whole), 1, m->groups, env->rows + r0, rows, env->product, 32);
+    env->kernels->gemm[m->format](panel_at(m, whole), 1, m->groups, env->rows + r0, rows, env->product, 32, NULL);
     for (int r = 0; r < rows; r++)
       memcpy(out + (r0 + r) * vocab + 32 * (int64_t)whole, env->product + 32 * (int64_t)r, sizeof(float) * (size_t)tail);
   }

@@ -56,7 +56,9 @@ int colibri_lane_take(colibri_lane_env *env, uint64_t g, const colibri_phase *ph
                                                memory_order_acq_rel, memory_order_relaxed))
     return 0;
   colibri_task task = env->team->tasks[t]; /* stable: the phase is open as long as this task is not done */
+  env->after = t + 1 < phase->n_tasks ? &env->team->tasks[t + 1] : NULL;
   colibri_task_run(env, phase, &task);
+  env->after = NULL;
   if (phase->homed) count_home(&env->team->lanes[env->lane], atomic_load_explicit(&env->team->homes[t], memory_order_relaxed));
   mark_done(env, g, t);
   return 1;

@@ -101,6 +101,7 @@ typedef struct colibri_lane_env {
   colibri_arena arena;
   int lane;
   uint32_t epoch;
+  const colibri_task *after; /* of the task that runs, the one this lane most likely takes next: whose weights are worth fetching; or NULL */
   const void **rows;   /* [max_rows] activation row pointers */
   float *product;      /* [PRODUCT_FLOATS] a tile of a matrix product */
   float *vector;       /* [max(hidden_pad, att_pad)] */

@@ -60,11 +60,11 @@ static void bench_gemm(const colibri_kernels *k, const float *w, const float *x,
       rows[r] = acts + row_bytes * (size_t)r;
       k->prepare[format](x + r * HIDDEN, HIDDEN, groups, 0, groups, acts + row_bytes * (size_t)r);
     }
-    double s = SECONDS(copies, k->gemm[format](packed + bytes * (size_t)i, panels, groups, rows, 1, out, FFN));
+    double s = SECONDS(copies, k->gemm[format](packed + bytes * (size_t)i, panels, groups, rows, 1, out, FFN, NULL));
     printf("%-7s %-4s  1 row %5.1f GB/s ", k->name, names[format], (double)bytes / s * 1e-9);
     for (int c = 0; c < 3; c++) {
       int n = counts[c];
-      s = SECONDS(2, k->gemm[format](packed + bytes * (size_t)i, panels, groups, rows, n, out, FFN));
+      s = SECONDS(2, k->gemm[format](packed + bytes * (size_t)i, panels, groups, rows, n, out, FFN, NULL));
       printf("  %3d rows %6.1f GOP/s", n, 2e-9 * FFN * HIDDEN * n / s);
     }
     s = SECONDS(100, k->prepare[format](x, HIDDEN, groups, 0, groups, acts));

@@ -82,8 +82,8 @@ static void check_product(const char *name, gemm run, const product *p) {
   int width = 32 * p->panels, ld = width + random_int(0, 2) * 5;
   size_t floats = p->n_rows ? (size_t)(p->n_rows - 1) * (size_t)ld + (size_t)width : 0;
   float *got = fence_floats(floats), *want = fence_floats(floats);
-  run(p->w, p->panels, p->groups, p->rows, p->n_rows, got, ld);
-  generic->gemm[p->format](p->w, p->panels, p->groups, p->rows, p->n_rows, want, ld);
+  run(p->w, p->panels, p->groups, p->rows, p->n_rows, got, ld, random_int(0, 1) ? p->w : NULL);
+  generic->gemm[p->format](p->w, p->panels, p->groups, p->rows, p->n_rows, want, ld, NULL);
   for (int r = 0; r < p->n_rows; r++) {
     if (p->format == COLIBRI_BF16) check_bf16(name, p, r, got + r * ld, want + r * ld);
     else CHECK_SAME(got + r * ld, want + r * ld, width, "%s %s %d rows x %d panels x %d groups, row %d", name, format_names[p->format], p->n_rows, p->panels, p->groups, r);
@@ -113,17 +113,17 @@ static void test_invariance(const char *name, int format, gemm run) {
   product p;
   float *all = malloc(MAX_ROWS * WIDTH * sizeof *all), *part = malloc(MAX_ROWS * WIDTH * sizeof *part);
   product_make(&p, format, PANELS, 7, MAX_ROWS, VALUES_NORMAL);
-  run(p.w, PANELS, p.groups, p.rows, MAX_ROWS, all, WIDTH);
+  run(p.w, PANELS, p.groups, p.rows, MAX_ROWS, all, WIDTH, NULL);
   for (size_t i = 0; i < sizeof counts / sizeof *counts; i++)
     for (int from = 0; from + counts[i] <= MAX_ROWS; from += counts[i] > 8 ? counts[i] : 13) {
-      run(p.w, PANELS, p.groups, p.rows + from, counts[i], part, WIDTH);
+      run(p.w, PANELS, p.groups, p.rows + from, counts[i], part, WIDTH, p.w);
       CHECK_SAME(part, all + from * WIDTH, counts[i] * WIDTH, "%s %s, rows %d.. of %d at once", name, format_names[format], from, counts[i]);
       for (int first = 0, n; first < PANELS; first += n) { /* in pieces of 1 to 3 panels, from a copy at another address */
         size_t panel = (size_t)colibri_block_bytes(format) * 7;
         n = random_int(1, PANELS - first < 3 ? PANELS - first : 3);
         char *copy = fence_bytes(panel * (size_t)n, 1);
         memcpy(copy, p.w + panel * (size_t)first, panel * (size_t)n);
-        run(copy, n, p.groups, p.rows + from, counts[i], part + 32 * first, WIDTH);
+        run(copy, n, p.groups, p.rows + from, counts[i], part + 32 * first, WIDTH, NULL);
       }
       CHECK_SAME(part, all + from * WIDTH, counts[i] * WIDTH, "%s %s in pieces, rows %d.. of %d at once", name, format_names[format], from, counts[i]);
       while (fence_count > MAX_ROWS + 2) { /* the copies */

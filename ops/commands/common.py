@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from service.printable import printable
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -69,14 +71,14 @@ def describe_rpc(failure: Exception, *, starts: str = "`colibri serve`") -> str:
     """A gRPC failure as a sentence with its status code. starts: what starts a server such as was asked."""
     code, details = getattr(failure, "code", None), getattr(failure, "details", None)
     name = code().name if callable(code) and code() is not None else "UNKNOWN"
-    sentence = details() if callable(details) else str(failure)
-    unreachable = name == "UNAVAILABLE" and ("failed to connect" in str(sentence) or "resolv" in str(sentence))
+    sentence = printable(str(details() if callable(details) else failure))
+    unreachable = name == "UNAVAILABLE" and ("failed to connect" in sentence or "resolv" in sentence)
     trailers = getattr(failure, "trailing_metadata", None)
     unreachable = unreachable and not (callable(trailers) and trailers())  # else a server answered, about another one perhaps
     remedy = f" (is the server running? start one with {starts})" if unreachable else ""
     if name == "UNIMPLEMENTED" and sentence == "Method not found!":
         return f"{name}: this server does not know the call; if it is a node, ask a front end (`colibri serve`) instead"
-    if unreachable and "handshake" in str(sentence):
+    if unreachable and "handshake" in sentence:
         remedy = " (do certificate, key and authority belong together, and is the server's certificate for that host?)"
     return f"{name}: {sentence}{remedy}"
 

@@ -40,6 +40,7 @@ def register(app: typer.Typer) -> None:
         threads_per_worker: Annotated[int | None, typer.Option(help="Lanes of each worker.")] = None,
         metrics_host: Annotated[str | None, typer.Option(help="Address of the Prometheus endpoint (127.0.0.1).")] = None,
         metrics_port: Annotated[int | None, typer.Option(help="Port of the Prometheus endpoint; none by default.")] = None,
+        idle_timeout: Annotated[float | None, typer.Option(help="Seconds that a caller with an open stream may be silent (600).")] = None,
         drain_grace: Annotated[float | None, typer.Option(help="Seconds front ends may take to leave after SIGTERM (30).")] = None,
         log_level: Annotated[LogLevel, typer.Option(help="What goes to stderr.")] = LogLevel.INFO,
     ) -> None:
@@ -66,6 +67,7 @@ def register(app: typer.Typer) -> None:
             threads_per_worker=threads_per_worker,
             metrics_host=metrics_host,
             metrics_port=metrics_port,
+            idle_timeout=idle_timeout,
             drain_grace=drain_grace,
         )
         logging.basicConfig(level=log_level.value.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")

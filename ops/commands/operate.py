@@ -71,7 +71,7 @@ def print_workers(workers: Iterable[pb.Worker]) -> None:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
-    for heading in ("model", "worker", "node", "state", "for s", "pid", "lanes", "cpus", "tasks", "local", "restarts", "remarks"):
+    for heading in ("model", "worker", "NUMA node", "state", "for s", "pid", "lanes", "cpus", "tasks", "local", "restarts", "remarks"):
         table.add_column(heading, no_wrap=heading != "remarks")
     for worker in workers:
         remarks = "; ".join(filter(None, (worker.error or worker.last_end, *worker.degraded)))

@@ -11,6 +11,7 @@ import typer
 
 from ops.commands.common import CommandError, console, human_bytes
 from ops.commands.operate import Ca, Cert, Json, Key, ModelOption, Operator, print_json, target
+from service.printable import printable
 
 if TYPE_CHECKING:
     from colibri.v1 import operator_pb2 as pb
@@ -98,13 +99,14 @@ def show(response: pb.RebalanceResponse, *, dry_run: bool) -> None:
     out = console()
     planned = bool(response.moves or response.copies or response.dropped)
     prefix = "would be done: " if dry_run and planned else ""
-    out.print(f"{prefix}{response.reason}", markup=False)
+    out.print(f"{prefix}{printable(response.reason)}", markup=False)
     names: Sequence[object] = response.nodes or range(1 << 32)
-    lines = [f"layer {move.layer} expert {move.expert}: node {names[move.source]} to {names[move.target]}" for move in response.moves]
-    lines += [f"layer {copy.layer} expert {copy.expert}: a copy on node {names[copy.node]}" for copy in response.copies]
-    lines += [f"layer {copy.layer} expert {copy.expert}: no copy on node {names[copy.node]} any more" for copy in response.dropped]
+    kind = "expert node" if response.nodes else "NUMA node"
+    lines = [f"layer {move.layer} expert {move.expert}: {kind} {names[move.source]} to {names[move.target]}" for move in response.moves]
+    lines += [f"layer {copy.layer} expert {copy.expert}: a copy on {kind} {names[copy.node]}" for copy in response.copies]
+    lines += [f"layer {copy.layer} expert {copy.expert}: no copy on {kind} {names[copy.node]} any more" for copy in response.dropped]
     for line in lines[:_LISTED]:
-        out.print(f"  {line}", markup=False)
+        out.print(f"  {printable(line)}", markup=False)
     if len(lines) > _LISTED:
         out.print(f"  and {len(lines) - _LISTED} more (--json has all)")
     if response.done:

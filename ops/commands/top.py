@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -66,8 +67,10 @@ def show_once(stub: operator_pb2_grpc.OperatorStub, request: pb.WatchStatsReques
     """One frame."""
     from ops.top_view import Frame
 
+    earlier, began = ask_machine(stub), time.monotonic()
     message = one_message(stub, request)
-    console().print(Frame(message, ask_machine(stub), place))
+    machine = ask_machine(stub)
+    console().print(Frame(message, machine, place, earlier, time.monotonic() - began))
 
 
 def show_live(stub: operator_pb2_grpc.OperatorStub, request: pb.WatchStatsRequest, *, place: str) -> None:
@@ -83,11 +86,13 @@ def show_live(stub: operator_pb2_grpc.OperatorStub, request: pb.WatchStatsReques
         try:
             # Drawn anew four times a second, so that it follows a terminal that changes its size.
             with Live(console=out, screen=True, auto_refresh=True, refresh_per_second=4) as live:
-                machine = ask_machine(stub)
+                machine = earlier = ask_machine(stub)
+                asked, seconds = time.monotonic(), 0.0
                 for message in messages:
                     with contextlib.suppress(grpc.RpcError):  # if the server has gone, the watch itself tells how
-                        machine = ask_machine(stub)
-                    live.update(Frame(message, machine, place), refresh=True)
+                        earlier, machine = machine, ask_machine(stub)
+                        asked, seconds = time.monotonic(), time.monotonic() - asked
+                    live.update(Frame(message, machine, place, earlier, seconds), refresh=True)
         except grpc.RpcError as failure:
             if interrupted:
                 return

@@ -8,6 +8,7 @@ import typer
 
 from ops.commands.common import console, human_bytes
 from ops.commands.operate import Ca, Cert, Json, Key, ModelOption, Operator, numbers, print_json, print_workers, target
+from service.printable import printable
 
 if TYPE_CHECKING:
     from colibri.v1 import operator_pb2 as pb
@@ -18,10 +19,10 @@ _PATIENCE = 300.0  # seconds: the server ends what takes too long by itself, muc
 def register(app: typer.Typer) -> None:
     """Adds the commands."""
     app.command("workers", help="List the workers of all models.")(workers)
-    app.command("scale", help="Set how many workers a node has, and their threads. No request notices.")(scale)
-    app.command("drain", help="Let a worker, or a node's workers, finish and end. `colibri scale` brings them back.")(drain)
+    app.command("scale", help="Set how many workers a NUMA node has, and their threads. No request notices.")(scale)
+    app.command("drain", help="Let a worker, or a NUMA node's workers, finish and end. `colibri scale` brings them back.")(drain)
     app.command("restart-worker", help="Let a worker end and start it anew.")(restart_worker)
-    app.command("topology", help="Nodes, CPUs and memory as the server may use them, and where weights lie.")(topology)
+    app.command("topology", help="NUMA nodes, CPUs and memory as the server may use them, where weights lie, and expert nodes.")(topology)
 
 
 def workers(
@@ -43,7 +44,7 @@ def workers(
 
 def scale(
     node: Annotated[int | None, typer.Option(min=0, help="NUMA node; all of them if not given.")] = None,
-    workers: Annotated[int | None, typer.Option(min=0, max=255, help="Worker processes of the node.")] = None,
+    workers: Annotated[int | None, typer.Option(min=0, max=255, help="Worker processes of the NUMA node.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, max=255, help="Threads of each worker.")] = None,
     model: ModelOption = "",
     as_json: Json = False,
@@ -105,7 +106,7 @@ def restart_worker(
 
 
 def topology(as_json: Json = False, operator: Operator = "", cert: Cert = "", key: Key = "", ca: Ca = "") -> None:
-    """The machine by node, then each model's placement."""
+    """The machine by NUMA node, each model's placement, then the expert nodes."""
     from colibri.v1 import operator_pb2 as pb
     from ops.operators import operator_stub
 
@@ -117,7 +118,7 @@ def topology(as_json: Json = False, operator: Operator = "", cert: Cert = "", ke
     out = console()
     for node in response.nodes:
         distances = f", distances {' '.join(map(str, node.distances))}" if len(node.distances) > 1 else ""
-        out.print(f"node {node.id}: CPUs {numbers(node.cpus) or 'none'}, {human_bytes(node.memory_bytes)}{distances}", markup=False)
+        out.print(f"NUMA node {node.id}: CPUs {numbers(node.cpus) or 'none'}, {human_bytes(node.memory_bytes)}{distances}", markup=False)
     quota = f", CPU quota {response.cpu_quota:.2f}" if response.HasField("cpu_quota") else ""
     free = f"{human_bytes(response.memory_available_bytes)} of {human_bytes(response.memory_limit_bytes)} free"
     out.print(f"{len(response.cores)} cores, {free}{quota}")
@@ -126,31 +127,39 @@ def topology(as_json: Json = False, operator: Operator = "", cert: Cert = "", ke
         out.print(f"{placement.model}: {what}", markup=False)
         for shard in placement.shards:
             found = f", {shard.local_bytes / max(1, shard.bytes):.1%} found there" if shard.HasField("local_bytes") else ""
-            out.print(f"  node {shard.node}: {human_bytes(shard.bytes)}{found}, {human_bytes(shard.huge_bytes)} on huge pages")
+            out.print(f"  NUMA node {shard.node}: {human_bytes(shard.bytes)}{found}, {human_bytes(shard.huge_bytes)} on huge pages")
         for refused in placement.degraded:
-            out.print(f"  degraded: {refused}", markup=False)
+            out.print(f"  degraded: {printable(refused)}", markup=False)
     for remote in response.remote_nodes:
         out.print(remote_line(remote), markup=False)
 
 
 def remote_line(node: pb.RemoteNode) -> str:
-    """A node on another machine: what it holds and does, or why it does nothing."""
-    state = node_state(node.state)
-    if state == "lost" and not node.name:
-        state = "not reached yet"
-    head = f"node {node.name or '(unnamed)'} at {node.address}, for {node.model}: {state} for {node.in_state_seconds:.0f} s"
+    """A node on another machine: what it holds and does, or why it does nothing. Printable, whatever it says of itself."""
+    return printable(_told(node))
+
+
+def _told(node: pb.RemoteNode) -> str:
+    state = node_state(node)
+    head = f"expert node {node.name or '(unnamed)'} at {node.address}, for {node.model}: {state} for {node.in_state_seconds:.0f} s"
     if state != "ready":
         return f"{head}{': ' if node.reason else ''}{node.reason}"
-    experts = sum(len(share.experts) for share in node.shares)
     mean = f", {node.round_trip_ms / node.batches:.2f} ms a batch" if node.batches else ""
-    layers = ", ".join(f"{part.first}-{part.end - 1}" for part in node.layers)
-    held = f"{f'layers {layers}' if layers else f'{experts} experts'}, {human_bytes(node.share_bytes)}"
     done = f"{node.batches} batches, {node.rows} rows, {node.rows_per_second:.0f} a second of late{mean}"
-    return f"{head}; {held}; {node.lanes} lanes ({node.isa}); {done}; lost {node.losses} times"
+    return f"{head}; {holding(node)}; {node.lanes} lanes ({node.isa}); {done}; lost {node.losses} times"
 
 
-def node_state(state: int) -> str:
+def holding(node: pb.RemoteNode) -> str:
+    """What a node has in memory for us."""
+    layers = ", ".join(f"{part.first}-{part.end - 1}" for part in node.layers)
+    experts = sum(len(share.experts) for share in node.shares)
+    return f"{f'layers {layers}' if layers else f'{experts} experts'}, {human_bytes(node.share_bytes)}"
+
+
+def node_state(node: pb.RemoteNode) -> str:
     """In words."""
     from colibri.v1 import operator_pb2 as pb
 
-    return pb.RemoteNodeState.Name(state).removeprefix("REMOTE_NODE_STATE_").lower()
+    if node.state == pb.REMOTE_NODE_STATE_LOST and not node.name:
+        return "not reached yet"
+    return pb.RemoteNodeState.Name(node.state).removeprefix("REMOTE_NODE_STATE_").lower()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import pairwise
@@ -25,9 +25,11 @@ from service.errors import DOMAIN, Refusal
 from service.node import hello
 from service.node.agent import Agent
 from service.node.batches import BatchError, check
-from service.node.hello import StreamRefused, batch_of, caller_of, check_opening, failure_code, never_opened, printable
+from service.node.hello import StreamRefused, batch_of, caller_of, check_opening, failure_code, never_opened, stream_idle
+from service.node.idle import Seats
 from service.node.layers import NoRoom, Room, check_layers
 from service.node.metrics import NodeMetrics
+from service.printable import printable
 from service.wire import enclose
 from workers.growing import ShareError, ShareTooLarge, UnknownExpert
 
@@ -40,27 +42,40 @@ _SAY_AGAIN = 60.0  # seconds
 MAX_UNOPENED = 64
 """Streams whose first message has not come: they take a thread, but not the place of one that is open."""
 _LONGEST_WAIT_MS = 10_000  # of a call that waits for news
+Send = Callable[[bytes | None], None]
+"""Sends an answer; None: ends the stream, with the status that its context has."""
 Done = tuple[bytes | bytearray, int, int]
 """An answer, the nanoseconds it was computed for, and those it waited before."""
 
 
 def refuse(context: grpc.ServicerContext, code: str, reason: str, sentence: str) -> NoReturn:
     """Ends a call with a status that has an ErrorInfo."""
-    context.abort_with_status(Refusal(code, sentence, [ErrorInfo(reason=reason, domain=DOMAIN)]).status())
+    context.abort_with_status(_refusal(code, reason, sentence).status())
     raise AssertionError("abort returned")
+
+
+def _refusal(code: str, reason: str, sentence: str) -> Refusal:
+    return Refusal(code, sentence, [ErrorInfo(reason=reason, domain=DOMAIN)])
+
+
+def _peer_of(context: grpc.ServicerContext) -> str:
+    return unquote(context.peer()).partition(":")[2]  # without the kind of address
 
 
 class NodeCalls:
     """colibri.v1.Node."""
 
-    def __init__(self, agent: Agent) -> None:
+    def __init__(self, agent: Agent, seats: Seats) -> None:
         self._agent = agent
+        self._seats = seats
 
     def Describe(self, request: node_pb2.DescribeRequest, context: grpc.ServicerContext) -> node_pb2.NodeDescription:
-        """What the node is and holds; waits for news if asked to."""
+        """What the node is and holds; waits for news if asked to. Who asks keeps the streams of the same connection."""
+        self._seats.hear(context.peer())
         if request.wait_ms:
             seconds = min(request.wait_ms, _LONGEST_WAIT_MS) / 1e3
             self._agent.news.wait(request.revision, seconds, room=self._agent.config.max_streams)
+            self._seats.hear(context.peer())
         return self._agent.describe()
 
     def Assign(self, request: node_pb2.AssignRequest, context: grpc.ServicerContext) -> node_pb2.NodeDescription:
@@ -107,6 +122,7 @@ class ExpertCalls:
         self._last = time.monotonic()
         self._refused: dict[tuple[str, str], float] = {}  # when it was last said of a host why
         self._unopened = 0  # streams whose first message has not come
+        self.seats = Seats(agent.config.idle_timeout)
         self.streams = 0
 
     @property
@@ -122,7 +138,7 @@ class ExpertCalls:
         """Not here."""
         refuse(context, "UNIMPLEMENTED", "NODE", "a node computes experts by Execute only; ask a server")
 
-    def Execute(self, requests: Iterator[pb.ExecuteRequest], context: grpc.ServicerContext) -> Iterator[bytes]:
+    def Execute(self, requests: Iterator[pb.ExecuteRequest], context: grpc.ServicerContext, send: Send) -> None:
         """One stream, from its opening to its end. Answers are encoded."""
         try:
             opening = self._await_opening(requests)
@@ -134,19 +150,33 @@ class ExpertCalls:
         if not taken:
             refuse(context, "RESOURCE_EXHAUSTED", "TOO_MANY_STREAMS", f"{self._agent.config.max_streams} streams are open already")
         stream: Stream | None = None
+        seat = self.seats.take(context.peer(), lambda: self._end_idle(context, send))
         try:
             stream = self._open(opening, context)
-            yield pb.ExecuteResponse(opened=self._agent.describe()).SerializeToString()
-            for request in requests:
+            send(pb.ExecuteResponse(opened=self._agent.describe()).SerializeToString())
+            for request in seat.take(requests):
                 layers = request.WhichOneof("kind") == "layers"
-                yield self._answer(request.layers if layers else batch_of(request), stream)
+                send(self._answer(request.layers if layers else batch_of(request), stream))
+            if not seat.ended:
+                send(None)
         except StreamRefused as refused:
             refuse(context, refused.code, refused.reason, str(refused))
         finally:
+            self.seats.leave(seat)
             if stream is not None and stream.room is not None:
                 self._agent.give_room(stream.room)
             with self._lock:
                 self.streams -= 1
+
+    def _end_idle(self, context: grpc.ServicerContext, send: Send) -> None:
+        """While the stream's own thread waits for the next request."""
+        refused = stream_idle(self.seats.limit)
+        status = _refusal(refused.code, refused.reason, str(refused)).status()
+        context.set_code(status.code)
+        context.set_details(status.details)
+        context.set_trailing_metadata(status.trailing_metadata)
+        log.info("a stream from %s is ended: its caller has said nothing for %g s", _peer_of(context), self.seats.limit)
+        send(None)
 
     def _await_opening(self, requests: Iterator[pb.ExecuteRequest]) -> pb.ExecuteRequest:
         """The first message. StreamRefused."""
@@ -163,7 +193,7 @@ class ExpertCalls:
 
     def _open(self, request: pb.ExecuteRequest, context: grpc.ServicerContext) -> Stream:
         opening, agent = request.open, self._agent
-        peer = unquote(context.peer()).partition(":")[2]  # without the kind of address
+        peer = _peer_of(context)
         caller = f"{caller_of(opening)} at {peer}"
         if agent.news.draining:
             refuse(context, "UNAVAILABLE", "DRAINING", "this node is draining: it takes no more streams")
@@ -191,7 +221,7 @@ class ExpertCalls:
             sentence = f"kv_blocks: this node was started with {agent.config.given}: it runs no layers"
             raise StreamRefused("FAILED_PRECONDITION", "NO_LAYERS", sentence)
         if opening.kv_format != format_name:
-            theirs = printable(opening.kv_format, 16) or "no format"
+            theirs = printable(opening.kv_format, most=16) or "no format"
             sentence = f"the caller has its KV cache in {theirs}, this node in {format_name}: set kv_format alike"
             raise StreamRefused("FAILED_PRECONDITION", "KV_FORMAT_DIFFERS", sentence)
         try:
@@ -253,12 +283,24 @@ def _first(requests: Iterator[pb.ExecuteRequest]) -> pb.ExecuteRequest:
         raise never_opened() from None
 
 
+@dataclass(frozen=True, slots=True)
+class _Execute:
+    """Execute as gRPC calls it with something to send answers by, as it does health's Watch: then another thread can end a stream, with a
+    status, whose own thread waits for the next request."""
+
+    calls: ExpertCalls
+    experimental_non_blocking: bool = True
+
+    def __call__(self, requests: Iterator[pb.ExecuteRequest], context: grpc.ServicerContext, send: Send) -> None:
+        self.calls.Execute(requests, context, send)
+
+
 def add_expert_calls(server: grpc.Server, calls: ExpertCalls) -> None:
     """Registers the service as the generated code does, but that the answers of Execute are bytes already."""
     unary, streaming = grpc.unary_unary_rpc_method_handler, grpc.stream_stream_rpc_method_handler
     handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
         "Route": unary(calls.Route, pb.RouteRequest.FromString, pb.RouteResponse.SerializeToString),
         "Forward": unary(calls.Forward, pb.ForwardRequest.FromString, pb.ForwardResponse.SerializeToString),
-        "Execute": streaming(calls.Execute, pb.ExecuteRequest.FromString, None),
+        "Execute": streaming(_Execute(calls), pb.ExecuteRequest.FromString, None),
     }
     server.add_registered_method_handlers(_SERVICE, handlers)

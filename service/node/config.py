@@ -28,8 +28,10 @@ _RANGES: dict[str, tuple[float, float]] = {
     "hang_ms": (0, 3_600_000),
     "start_timeout": (0.1, 86400.0),
     "drain_grace": (0.0, 86400.0),
+    "idle_timeout": (0.1, 31 * 86400.0),
 }
 _LAST_PORT = 65535
+_LONGEST_NAME = 253  # as hosts have
 _KINDS = ("experts", "share", "layers")
 _TLS = ("tls_cert", "tls_key", "tls_ca")
 
@@ -61,6 +63,7 @@ class NodeConfig:
     kv_memory: int | None = None  # bytes of KV cache for the layers, of all front ends together; None: planned
     kv_format: str = "bf16"  # of that cache, as the front ends have it
     max_streams: int = 32  # front ends at once
+    idle_timeout: float = 600.0  # seconds after which a stream is ended over whose connection nothing has come
     max_message_bytes: int = 256 << 20  # of a batch, and of its answer
     hang_ms: int = 1000
     start_timeout: float = 60.0  # seconds for the workers to be ready
@@ -71,6 +74,8 @@ class NodeConfig:
         for setting in ("port", "metrics_port"):
             if not 0 <= (getattr(self, setting) or 0) <= _LAST_PORT:
                 raise ConfigError(f"{setting} is {getattr(self, setting)}: it must lie between 0 and {_LAST_PORT}")
+        if not self.name.isprintable() or len(self.name) > _LONGEST_NAME:
+            raise ConfigError(f"name {self.name[:_LONGEST_NAME]!r} must be printable and have {_LONGEST_NAME} characters at the most")
         _ = self.ranges
         if self.kv_format not in KV_FORMATS:
             raise ConfigError(f"kv_format is {self.kv_format!r}: it must be one of {', '.join(KV_FORMATS)}")

@@ -6,6 +6,7 @@ from google.rpc.code_pb2 import Code
 
 from colibri.v1 import experts_pb2 as pb
 from engine_c import EngineError
+from service.printable import printable
 from service.wire import PROTOCOL
 
 OPENING_S = 10.0
@@ -23,14 +24,9 @@ class StreamRefused(Exception):
         self.reason = reason
 
 
-def printable(text: str, most: int = _SHOWN) -> str:
-    """The beginning of what a caller says, fit for a log: on one line, and nothing in it that a terminal obeys."""
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text[:most])
-
-
 def caller_of(opening: pb.OpenStream) -> str:
     """Who opens a stream, by its own words."""
-    return f"{printable(opening.front_end) or 'a caller'} ({printable(opening.version) or 'no version'})"
+    return f"{printable(opening.front_end, most=_SHOWN) or 'a caller'} ({printable(opening.version, most=_SHOWN) or 'no version'})"
 
 
 def check_opening(request: pb.ExecuteRequest, *, model: str, digest: str, here: str) -> bool:
@@ -42,16 +38,23 @@ def check_opening(request: pb.ExecuteRequest, *, model: str, digest: str, here: 
         sentence = f"the caller speaks protocol {opening.protocol}, {here} {PROTOCOL}: run the same version on both"
         raise StreamRefused("FAILED_PRECONDITION", "VERSION_DIFFERS", sentence)
     if opening.model_digest not in ("", digest):
-        sentence = f"the caller's model has digest {printable(opening.model_digest)}, that of {here} is {digest}: give both the same file"
+        theirs = printable(opening.model_digest, most=_SHOWN)
+        sentence = f"the caller's model has digest {theirs}, that of {here} is {digest}: give both the same file"
         raise StreamRefused("FAILED_PRECONDITION", "MODEL_DIFFERS", sentence)
     if opening.model not in ("", model):
-        raise StreamRefused("NOT_FOUND", "NO_SUCH_MODEL", f"there is no model {opening.model[:64]!r} here, only {model}")
+        raise StreamRefused("NOT_FOUND", "NO_SUCH_MODEL", f"there is no model {opening.model[:_SHOWN]!r} here, only {model}")
     return bool(opening.protocol and opening.model_digest)
 
 
 def never_opened() -> StreamRefused:
     """Of a stream whose first message has not come within OPENING_S."""
     return StreamRefused("DEADLINE_EXCEEDED", "NOT_OPENED", f"the message that opens the stream has not come within {OPENING_S:g} s")
+
+
+def stream_idle(seconds: float) -> StreamRefused:
+    """Of an open stream whose caller has said nothing for so long."""
+    sentence = f"nothing has been asked for over this stream for {seconds:g} s: open another when there is something to ask"
+    return StreamRefused("DEADLINE_EXCEEDED", "STREAM_IDLE", sentence)
 
 
 def batch_of(request: pb.ExecuteRequest) -> pb.ExpertBatch:

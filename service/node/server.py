@@ -37,6 +37,7 @@ from service.server import channel_options
 log = logging.getLogger("colibri.node")
 _QUIET = 2.0  # seconds without a batch after which a draining node leaves though streams are open
 _LOOK_EVERY = 0.05
+_LOOK_FOR_IDLE = 1.0  # seconds between two looks for idle streams
 _FAREWELL = 1.0  # seconds for the last answers to reach their callers
 _SPARE_THREADS = 8  # for calls other than streams and, for each, one that waits for news
 _SERVICES = (
@@ -70,7 +71,7 @@ class NodeServer:
             statuses = health.HealthServicer(experimental_non_blocking=True, experimental_thread_pool=watchers)
             server = grpc.server(pool, options=channel_options(self.config.max_message_bytes))
             # The stubs' types describe servicers of asyncio servers only.
-            node_pb2_grpc.add_NodeServicer_to_server(NodeCalls(agent), server)  # type: ignore[arg-type]
+            node_pb2_grpc.add_NodeServicer_to_server(NodeCalls(agent, calls.seats), server)  # type: ignore[arg-type]
             add_expert_calls(server, calls)
             health_pb2_grpc.add_HealthServicer_to_server(statuses, server)
             reflection.enable_server_reflection(_SERVICES, server)
@@ -81,11 +82,19 @@ class NodeServer:
                 statuses.set(service, health_pb2.HealthCheckResponse.SERVING)
             log.info("node %s serves %s on %s:%d", self.config.own_name, agent.model_name, self.config.host, self.port)
             log.info("holds %s", agent.holding)
-            self._signalled(None)
+            self._serve(calls)
             agent.news.tell(draining=True)
             statuses.set(EXPERTS, health_pb2.HealthCheckResponse.NOT_SERVING)
             self._drain(calls)
             agent.news.leave()
+
+    def _serve(self, calls: ExpertCalls) -> None:
+        """Until it is told to leave."""
+        while not self._signalled(min(_LOOK_FOR_IDLE, self.config.idle_timeout / 4)):
+            try:
+                calls.seats.end_idle()
+            except Exception:
+                log.exception("ending idle streams failed; it is tried again")
 
     def _drain(self, calls: ExpertCalls) -> None:
         log.info("draining %d streams, for %.0f s at the most", calls.streams, self.config.drain_grace)

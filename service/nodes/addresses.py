@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from dataclasses import dataclass
 
 _DNS = "dns:///"
 _FILE = "file:"
+_SHOWN = 64  # characters of what is wrong in a file
 
 
 class AddressError(ValueError):
@@ -44,22 +46,37 @@ def file_of(text: str) -> str:
     return text.removeprefix(_FILE) if text.startswith(_FILE) else ""
 
 
-def read_places(path: str) -> tuple[Place, ...]:
-    """The places in a file, which has them as --nodes does; none as long as it is not there or makes no sense."""
+def read_places(path: str) -> tuple[tuple[Place, ...], str]:
+    """The places in a file, between commas or on lines, or why there are none, with the remedy. One wrong word spoils the list."""
+    remedy = "write HOST:PORT,HOST:PORT into it; it is read again and again"
     try:
         with open(path, encoding="ascii") as file:
-            text = file.read().strip()
-        return parse_places(text)[0] if text and not file_of(text) else ()
-    except (OSError, UnicodeDecodeError, AddressError):
-        return ()
+            words = [word for word in re.split(r"[\s,]+", file.read()) if word]
+    except OSError as error:
+        return (), f"the list of nodes {path} cannot be read ({error.strerror}): {remedy}"
+    except UnicodeDecodeError:
+        return (), f"the list of nodes {path} is not plain text: {remedy}"
+    places: dict[Place, None] = {}
+    for word in words:
+        place = _place(word)
+        if place is None:
+            return (), f"the list of nodes {path} says {word[:_SHOWN]!r}, which is no HOST:PORT: {remedy}"
+        places[place] = None
+    return tuple(places), "" if places else f"the list of nodes {path} is empty: {remedy}"
 
 
 def _parse(word: str, text: str) -> Place:
+    place = _place(word)
+    if place is None:
+        raise AddressError(f"{word!r} of {text!r} is no HOST:PORT; give dns:///NAME:PORT, HOST:PORT,HOST:PORT or file:PATH")
+    return place
+
+
+def _place(word: str) -> Place | None:
     host, _, port = word.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536 or "/" in host:
-        raise AddressError(f"{word!r} of {text!r} is no HOST:PORT; give dns:///NAME:PORT, HOST:PORT,HOST:PORT or file:PATH")
-    return Place(host, int(port))
+    fit = host.isprintable() and not set(host) & {"/", " "}
+    return Place(host, int(port)) if host and fit and port.isdecimal() and 0 < int(port) < 65536 else None
 
 
 def resolve(places: tuple[Place, ...], *, by_name: bool) -> tuple[tuple[Place, ...], str]:

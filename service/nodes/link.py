@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import grpc
 
 from colibri.v1 import experts_pb2 as pb, node_pb2, node_pb2_grpc
+from service.printable import printable, with_printable_texts
 from service.wire import PROTOCOL, disclose
 
 HELLO_S = 3.0
@@ -21,6 +22,7 @@ _DATA = pb.ExpertResult.DESCRIPTOR.fields_by_name["data"].number
 _ASSIGN = 120.0  # seconds for a node to read a new share
 _NEWS_S = 1.0  # that a node keeps a question what it is, as long as nothing has changed
 _REFUSALS = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.RESOURCE_EXHAUSTED)  # of a stream that has not been taken
+_LONGEST_SENTENCE = 400  # characters of what a node says of a failure
 _MESSAGE_BYTES = 1 << 30  # of a batch or its answer
 _OPTIONS: list[tuple[str, int | str]] = [
     ("grpc.max_receive_message_length", _MESSAGE_BYTES),
@@ -91,7 +93,7 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came over a stream. data: that of a result, whose own field may be empty."""
+    """What came over a stream, its texts fit to be shown. data: that of a result, whose own field may be empty."""
 
     message: pb.ExecuteResponse
     data: bytes | memoryview = b""
@@ -101,6 +103,10 @@ class Answer:
         """DecodeError."""
         rest, data = disclose(raw, _RESULT, _DATA)
         message = pb.ExecuteResponse.FromString(rest)
+        if message.HasField("opened"):
+            with_printable_texts(message.opened)
+        elif message.HasField("failed"):
+            message.failed.message = printable(message.failed.message, most=_LONGEST_SENTENCE)
         return cls(message, data or message.result.data)
 
 
@@ -108,7 +114,8 @@ Told = Callable[[Answer], None]
 
 
 class Link:
-    """From one attempt to its end; a node that comes back gets another. `connect` first, then `read` until it returns."""
+    """From one attempt to its end; a node that comes back gets another. `open` first, then `read` until it returns. What the node says,
+    descriptions and reasons, leaves here fit to be shown."""
 
     def __init__(self, address: str, secrets: Secrets | None, key: int) -> None:
         self.address = address
@@ -127,7 +134,7 @@ class Link:
     def describe(self) -> node_pb2.NodeDescription:
         """Asks the node what it is. Unreachable."""
         with _in_words():
-            self.description = self._node.Describe(node_pb2.DescribeRequest(), timeout=HELLO_S)
+            self.description = with_printable_texts(self._node.Describe(node_pb2.DescribeRequest(), timeout=HELLO_S))
         return self.description
 
     def open(self, identity: Identity, *, timeout: float | None = None) -> None:
@@ -172,7 +179,7 @@ class Link:
 
         def done(future: grpc.Future[node_pb2.NodeDescription]) -> None:
             try:
-                description = future.result()
+                description = with_printable_texts(future.result())
             except grpc.RpcError as error:
                 self.end(f"it does not say any more what it is: {_words(error)}")
             except grpc.FutureCancelledError:
@@ -198,7 +205,7 @@ class Link:
         for layer in sorted(shares):
             request.shares.add(layer=layer, experts=sorted(shares[layer]))
         with _in_words():
-            return self._node.Assign(request, timeout=_ASSIGN)
+            return with_printable_texts(self._node.Assign(request, timeout=_ASSIGN))
 
     def end(self, reason: str) -> None:
         """Ends the stream, whatever is under way on it; `read` returns the reason."""
@@ -240,9 +247,9 @@ def _channel(address: str, secrets: Secrets | None) -> grpc.Channel:
 
 
 def _words(error: grpc.RpcError) -> str:
-    code, details = error.code(), error.details()
-    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+    code, details = error.code(), printable(error.details() or "", most=_LONGEST_SENTENCE)
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED and not error.trailing_metadata():  # else the node itself ended the stream
         return "it did not answer in time"
-    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in (details or ""):
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in details:
         return f"a batch is too long for it: {details}; start it with a larger max_message_bytes"
     return f"{code.name}: {details}" if details else str(code.name)

@@ -42,6 +42,8 @@ def _message(model: str, member: Member) -> pb.RemoteNode:
         round_trip_ms=1e3 * (record.round_trip_s + record.hop_s),
         losses=life.losses,
         rows_per_second=record.rate,
+        hedges=record.hedges,
+        failures=record.failures,
     )
     for share in description.shares:
         message.shares.add(layer=share.layer, experts=share.experts)

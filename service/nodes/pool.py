@@ -58,7 +58,7 @@ class NodePool:
         self.members: dict[Place, Member] = {}  # replaced, never changed
         dealt = tuple(0 if layer in config.elsewhere else count for layer, count in enumerate(config.experts_of))
         self.dealing = Dealing(dealt, replicas=config.replicas, redeal_s=config.redeal_s, slack=config.slack)
-        self.unresolved = ""  # why a name has no addresses, in a sentence
+        self.unresolved = ""  # why a name has no addresses, or a file cannot be read, in a sentence
         self._watch = Watch()
         self._links: dict[int, tuple[Member, Link]] = {}
         self._keys = itertools.count(1)
@@ -160,7 +160,7 @@ class NodePool:
             now = time.monotonic()
             try:
                 if now >= resolve_at:
-                    self._resolve()
+                    self.look_up()
                     resolve_at = now + self.config.resolve_s
                 if now >= ask_at:
                     self._ask_all()
@@ -174,11 +174,15 @@ class NodePool:
             self._wake.wait(max(0.01, due - time.monotonic()))
             self._wake.clear()
 
-    def _resolve(self) -> None:
+    def look_up(self) -> None:
+        """Looks where nodes are at this moment; those that are known stay as long as that cannot be told. Its thread's."""
         config = self.config
-        found, trouble = (read_places(config.file), "") if config.file else resolve(config.places, by_name=config.by_name)
+        found, trouble = read_places(config.file) if config.file else resolve(config.places, by_name=config.by_name)
+        meanwhile = f"; until then the {len(self.members)} known are kept" if self.members and not found else ""
         if trouble and trouble != self.unresolved:
-            log.warning("nodes: %s", trouble)
+            log.warning("nodes: %s%s", trouble, meanwhile)
+        elif self.unresolved and not trouble:
+            log.info("nodes: found again: %d addresses", len(found))
         self.unresolved = trouble
         if not found and self.members:
             return  # the name service is away; a name that means nobody any more would be worse for us than for them

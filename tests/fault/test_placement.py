@@ -34,8 +34,8 @@ def test_a_placement_changes_no_token_and_serves_degraded(wish: Placement, model
         assert [share.node for share in found.report.shares] == [0, MISSING]
         size = model.stat().st_size
         assert sum(share.bytes for share in found.report.shares) == (2 if wish == "replicate" else 1) * size
-        assert [text for text in found.degraded if text.startswith(f"mbind to node {MISSING}: ")], found.degraded
-        assert any(text.endswith(f"bytes of node {MISSING} lie on other nodes") for text in found.degraded), found.degraded
+        assert [text for text in found.degraded if text.startswith(f"mbind to NUMA node {MISSING}: ")], found.degraded
+        assert any(text.endswith(f"bytes of NUMA node {MISSING} lie on other nodes") for text in found.degraded), found.degraded
         assert len(found.degraded) == len(set(found.degraded))
         assert {lane.node for lane in found.lanes} == {0, MISSING}
         homed = sum(lane.homed for lane in found.lanes)

@@ -168,7 +168,7 @@ def test_refused_migration_changes_nothing_and_is_said_once(
     model: Path, undisturbed: list[list[int]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with placed(model) as team:
-        monkeypatch.setattr(numa, "_call", lambda name, *_, **__: (f"{name} to node 1: Operation not permitted", errno.EPERM))
+        monkeypatch.setattr(numa, "_call", lambda name, *_, **__: (f"{name} to NUMA node 1: Operation not permitted", errno.EPERM))
         before = team.balance()
         uneven = [[100.0, 90.0, 80.0, 70.0, 1.0, 1.0, 1.0, 1.0]] * team.model.info.layers
         for _ in range(3):

@@ -95,7 +95,7 @@ def test_a_worker_that_can_not_open_the_model_fails_the_start(model: Path) -> No
     with (
         open_image("/proc/version") as wrong,
         supervised(model, 1, other=wrong) as supervisor,
-        pytest.raises(SupervisorError, match=r"worker 0 \(node 0\) exited with code [34]"),
+        pytest.raises(SupervisorError, match=r"worker 0 \(NUMA node 0\) exited with code [34]"),
     ):
         supervisor.start(20)
 
@@ -136,7 +136,7 @@ def test_a_start_that_takes_too_long_says_for_whom_it_waited(model: Path, tmp_pa
     script = tmp_path / "hang.py"
     script.write_text("import time\ntime.sleep(600)\n")
     monkeypatch.setattr(process, "MAIN", script)
-    sentence = r"not ready after 0\.3 s: worker 0 \(node 0\) is starting"
+    sentence = r"not ready after 0\.3 s: worker 0 \(NUMA node 0\) is starting"
     with supervised(model, 1) as supervisor, pytest.raises(SupervisorError, match=sentence):
         supervisor.start(0.3)
     assert children() == []

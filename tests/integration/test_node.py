@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import re
 import signal
 import subprocess
@@ -387,6 +388,30 @@ def test_streams_that_are_not_opened_keep_nobody_out_and_end(tiny_model: Path, t
         until(lambda: _takes_a_stream(node), "a stream is taken again")
 
 
+def test_an_open_stream_that_asks_for_nothing_gives_its_place_back(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLIBRI_MAX_STREAMS", "2")
+    with node_of(tiny_model, "--experts", "0-3", "--idle-timeout", "0.4", log=tmp_path / "log") as node:
+        with grpc.insecure_channel(node.address, [("grpc.use_local_subchannel_pool", 1)]) as other:
+            silent = experts_pb2_grpc.ExpertsStub(other).Execute(_held_open(iter([opening()]), node), timeout=PATIENCE)
+            assert next(silent).HasField("opened")
+            asked: queue.SimpleQueue[pb.ExecuteRequest | None] = queue.SimpleQueue()
+            asked.put(opening())
+            alive = experts_pb2_grpc.ExpertsStub(node.channel).Execute(iter(asked.get, None), timeout=PATIENCE)
+            assert next(alive).HasField("opened")
+            until(lambda: (node.describe(), silent.done())[1], "the silent one is ended")
+            assert (silent.code(), reason(silent)) == (grpc.StatusCode.DEADLINE_EXCEEDED, "STREAM_IDLE")
+            assert silent.details() == "nothing has been asked for over this stream for 0.4 s: open another when there is something to ask"
+            asked.put(batch(node.describe().hidden))
+            assert next(alive).result.id == 5, "its caller had asked what the node is all the time"
+            until(lambda: _takes_a_stream(node), "the place is free")
+            asked.put(None)
+            assert list(alive) == [], "and it ends as it likes"
+        assert "its caller has said nothing for 0.4 s" in (tmp_path / "log").read_text()
+        assert "Traceback" not in (tmp_path / "log").read_text()
+
+
 def _takes_a_stream(node: Node) -> bool:
     with contextlib.suppress(grpc.RpcError):
         return bool(node.execute(opening()))
@@ -452,6 +477,12 @@ def test_settings_out_of_range_are_named(tiny_model: Path, setting: str, value: 
     environ = {f"COLIBRI_{setting.upper()}": value}
     with pytest.raises(ConfigError, match=f"^{setting} is .*: it must lie between "):
         NodeConfig.from_env(environ, model=tiny_model, experts="0-1")
+
+
+@pytest.mark.parametrize("name", ["n\x1b[2J", "n" * 254])
+def test_a_name_that_can_t_be_shown_is_refused(tiny_model: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=r"^name 'n.* must be printable and have 253 characters at the most$"):
+        NodeConfig(model=tiny_model, experts="0-1", name=name)
 
 
 def test_an_address_in_use_is_said_before_the_model_is_opened(node: Node, tmp_path: Path) -> None:

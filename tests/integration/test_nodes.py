@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -233,6 +233,48 @@ def test_a_name_that_means_nothing_is_told_once(thirds: Thirds, caplog: pytest.L
         assert trouble in nodes.pool.notes
         assert trouble in nodes.remote.missing()
         assert caplog.text.count(trouble) == 1
+
+
+@pytest.fixture
+def short(thirds: Thirds, tmp_path: Path) -> Iterator[Callable[[float], Thirds]]:
+    """A node of all experts that ends streams which are idle for so many seconds."""
+    begun: list[NodeProcess] = []
+
+    def begin(seconds: float) -> Thirds:
+        [port] = free_ports(1)
+        options = ["--name", "n1", "--share", "1/1", "--port", str(port), "--idle-timeout", str(seconds)]
+        command = [sys.executable, "-m", "ops.cli", "node", str(thirds.model), *options]
+        begun.append(NodeProcess("n1", command, tmp_path / "n1.log"))
+        begun[-1].start()
+        return Thirds(thirds.model, f"127.0.0.1:{port}", {"n1": begun[-1]})
+
+    yield begin
+    for node in begun:
+        node.kill()
+
+
+def test_an_idle_front_end_keeps_its_streams(short: Callable[[float], Thirds]) -> None:
+    node = short(1.5)
+    with over(node, nodes_fallback="off") as front:
+        wait_ready(front, "n1")
+        nodes = front.server.default.nodes
+        assert nodes is not None
+        until(lambda: len(nodes.members[0].record.looks) >= 5, "it has been idle for 4 s")
+        assert nodes.members[0].life.losses == 0
+        front.client.complete(generate_request(tokens=[5, 6, 7], max_tokens=4))
+        assert nodes.members[0].life.losses == 0
+
+
+def test_a_front_end_whose_streams_are_ended_opens_others_and_no_request_fails(short: Callable[[float], Thirds]) -> None:
+    node = short(0.2)  # less than between two looks at how the node is, which would keep them
+    with over(node, nodes_fallback="off") as front:
+        wait_ready(front, "n1")
+        nodes = front.server.default.nodes
+        assert nodes is not None
+        for losses in (1, 2):
+            until(lambda wanted=losses: nodes.members[0].life.losses >= wanted, "the node has ended an idle stream")  # type: ignore[misc]
+            front.client.complete(generate_request(tokens=[5, 6, 7], max_tokens=4))
+        assert "said nothing for 0.2 s" in node.nodes["n1"].log.read_text()
 
 
 def test_another_model_is_refused_by_name(thirds: Thirds, tmp_path: Path) -> None:

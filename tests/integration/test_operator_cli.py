@@ -80,7 +80,7 @@ def failed(runtime: Path, *arguments: str) -> str:
 
 def test_the_server_is_found_and_its_workers_listed(served: subprocess.Popen[str], runtime: Path) -> None:
     lines = done(runtime, "workers").splitlines()
-    assert lines[0].split()[:4] == ["model", "worker", "node", "state"]
+    assert lines[0].split()[:5] == ["model", "worker", "NUMA", "node", "state"]
     assert lines[1].split()[1:4] == ["0", "0", "ready"]
     (worker,) = json.loads(done(runtime, "workers", "--json"))["workers"]
     assert (worker["index"], worker["state"]) == (0, "WORKER_STATE_READY")
@@ -100,7 +100,7 @@ def test_workers_are_scaled_drained_and_restarted(served: subprocess.Popen[str],
     assert after["pid"] != before["pid"]
     assert "no worker 77" in failed(runtime, "restart-worker", "77")
     assert "256 threads in all workers are asked for, there is room for " in failed(runtime, "scale", "--workers", "128", "--threads", "2")
-    assert "no node 77" in failed(runtime, "scale", "--node", "77", "--workers", "1")
+    assert "no NUMA node 77" in failed(runtime, "scale", "--node", "77", "--workers", "1")
     assert call(runtime, "scale").returncode == 2
     assert call(runtime, "drain").returncode == 2
 
@@ -120,7 +120,7 @@ def test_models_are_loaded_swapped_and_unloaded(served: subprocess.Popen[str], r
 
 def test_top_prints_one_frame_or_one_message(served: subprocess.Popen[str], runtime: Path) -> None:
     frame = done(runtime, "top", "--once", "-i", "0.1")
-    for part in ("tokens/s", "queue", "KV", "lanes", "NUMA-local", "worker ", "node 0"):
+    for part in ("tokens/s", "queue", "KV", "lanes", "NUMA-local", "worker ", "NUMA node 0"):
         assert part in frame
     message = json.loads(done(runtime, "top", "--json", "-i", "0.1"))
     assert 0.05 < message["interval_seconds"] < 5

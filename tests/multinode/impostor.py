@@ -19,14 +19,16 @@ from colibri.v1 import experts_pb2 as pb, node_pb2
 from tests.multinode.processes import PORT
 
 Said = Iterator[bytes]
+ESCAPES = "\r\n2026-01-01 ERROR all is lost\x1b[2J\x1b]0;title\x07\x9b31m\u202e"
+"""What a terminal would obey, and a log take for a line of its own."""
 
 
 def _result(number: int, data: bytes) -> bytes:
     return pb.ExecuteResponse(result=pb.ExpertResult(id=number, data=data)).SerializeToString()
 
 
-def _failed(number: int) -> bytes:
-    return pb.ExecuteResponse(failed=pb.BatchFailure(id=number, code=3, message="no " * 1000)).SerializeToString()
+def _failed(number: int, message: str = "no " * 1000) -> bytes:
+    return pb.ExecuteResponse(failed=pb.BatchFailure(id=number, code=3, message=message)).SerializeToString()
 
 
 def _right_size(batch: pb.ExpertBatch, hidden: int) -> bytes:
@@ -48,6 +50,7 @@ NONSENSE: dict[str, Callable[[pb.ExpertBatch, node_pb2.NodeDescription], Said]] 
     "unknown": lambda batch, me: iter([_result(batch.id + 10_000_000, _right_size(batch, me.hidden)), _failed(2**64 - 1)]),
     "earlier": lambda batch, me: iter([_result(max(batch.id - 1, 0), _right_size(batch, me.hidden)), _failed(0)]),
     "failed": lambda batch, me: iter([_failed(batch.id)]),
+    "escapes": lambda batch, me: iter([_failed(batch.id, ESCAPES)]),
     "no message": lambda batch, me: iter([b"\xff\xff\xff\xff"]),
     "no kind": lambda batch, me: iter([b""] * 100 + [_failed(batch.id)]),
     "other model": lambda batch, me: iter([_other_model(me)]),
@@ -63,6 +66,14 @@ class Impostor:
         self._description = description
         self._words = itertools.cycle(words)
 
+    def server(self) -> grpc.Server:
+        """That speaks so, without an address yet."""
+        server = grpc.server(ThreadPoolExecutor(20))
+        execute = grpc.stream_stream_rpc_method_handler(self.execute, pb.ExecuteRequest.FromString, None)
+        server.add_registered_method_handlers("colibri.v1.Experts", {"Execute": execute})
+        server.add_registered_method_handlers("colibri.v1.Node", {"Describe": grpc.unary_unary_rpc_method_handler(self.describe)})
+        return server
+
     def describe(self, request: bytes, context: grpc.ServicerContext) -> bytes:
         return self._description.SerializeToString()
 
@@ -77,7 +88,7 @@ class Impostor:
             if word == "ends":
                 return
             if word == "aborts":
-                context.abort(grpc.StatusCode.INTERNAL, "x" * 4000)
+                context.abort(grpc.StatusCode.INTERNAL, ESCAPES + "x" * 4000)
             yield from NONSENSE[word](request.batch, self._description)
 
 
@@ -85,10 +96,7 @@ def main() -> None:
     """Serves until it is killed."""
     description = node_pb2.NodeDescription.FromString(Path(sys.argv[1]).read_bytes())
     impostor = Impostor(description, sys.argv[2:])
-    server = grpc.server(ThreadPoolExecutor(20))
-    execute = grpc.stream_stream_rpc_method_handler(impostor.execute, pb.ExecuteRequest.FromString, None)
-    server.add_registered_method_handlers("colibri.v1.Experts", {"Execute": execute})
-    server.add_registered_method_handlers("colibri.v1.Node", {"Describe": grpc.unary_unary_rpc_method_handler(impostor.describe)})
+    server = impostor.server()
     server.add_insecure_port(f"0.0.0.0:{PORT}")
     server.start()
     threading.Event().wait()

@@ -90,7 +90,7 @@ def test_refused_memory_policies_cost_no_answer_and_are_said_once(tokens: tuple[
         until(lambda: len(server.ready()) == 4 and server.ready() != before, "the killed worker is back")
         log = server.log.read_text()
         assert len([line for line in log.splitlines() if "mbind" in line]) == 1, log
-        assert all(log.count(f"set_mempolicy to node {node}") == 1 for node in range(4)), log
+        assert all(log.count(f"set_mempolicy to NUMA node {node}") == 1 for node in range(4)), log
 
 
 def test_a_memory_limit_is_what_the_topology_knows() -> None:

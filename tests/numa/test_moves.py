@@ -175,7 +175,7 @@ def test_pages_held_for_a_moment_are_moved_all_the_same(machine: Machine) -> Non
 
 def test_pages_held_for_good_go_back_with_their_neighbours() -> None:
     with held_pages() as (part, _):
-        with pytest.raises(MoveError, match="of 512 pages did not get to node 1"):
+        with pytest.raises(MoveError, match="of 512 pages did not get to NUMA node 1"):
             move([part], 0, 1, rest=lambda _: None)
         assert share(pages_of(part.fd, [(0, part.bytes)]), 0) == 1.0
 

@@ -9,8 +9,12 @@ from ops.commands.rebalance import show
 from ops.commands.workers import remote_line
 
 
-@pytest.mark.parametrize(("names", "source", "target"), [([], "0", "1"), (["left", "right"], "left", "right")])
-def test_moves_and_copies_name_their_nodes(names: list[str], source: str, target: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("names", "kind", "source", "target"), [([], "NUMA node", "0", "1"), (["left", "right"], "expert node", "left", "right")]
+)
+def test_moves_and_copies_name_their_nodes(
+    names: list[str], kind: str, source: str, target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     report = op.RebalanceResponse(
         reason="it pays",
         moves=[op.ExpertMove(layer=2, expert=3, source=0, target=1)],
@@ -21,9 +25,9 @@ def test_moves_and_copies_name_their_nodes(names: list[str], source: str, target
     show(report, dry_run=True)
     printed = capsys.readouterr().out
     assert "would be done: it pays" in printed
-    assert f"layer 2 expert 3: node {source} to {target}" in printed
-    assert f"layer 1 expert 4: a copy on node {target}" in printed
-    assert f"layer 0 expert 5: no copy on node {source} any more" in printed
+    assert f"layer 2 expert 3: {kind} {source} to {target}" in printed
+    assert f"layer 1 expert 4: a copy on {kind} {target}" in printed
+    assert f"layer 0 expert 5: no copy on {kind} {source} any more" in printed
 
 
 def test_a_node_is_told_with_what_it_holds_and_does() -> None:
@@ -37,5 +41,6 @@ def test_a_node_is_told_with_what_it_holds_and_does() -> None:
         rows_per_second=12.4,
     )
     line = remote_line(node)
+    assert line.startswith("expert node n1 at host:1, for m: ready")
     assert "3 experts" in line
     assert "700 rows, 12 a second" in line

@@ -55,6 +55,6 @@ def test_refusals_are_told_with_the_node() -> None:
     fd = os.memfd_create("test")
     os.ftruncate(fd, 4096)
     with mapped(fd, 4096, writable=True) as address:
-        assert numa.bind_memory(address, 4096, 1000).startswith("mbind to node 1000: ")
+        assert numa.bind_memory(address, 4096, 1000).startswith("mbind to NUMA node 1000: ")
         assert numa.bind_memory(address, 4096, 1024) == "mbind: node 1024 is out of range"
     os.close(fd)

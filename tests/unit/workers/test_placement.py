@@ -137,13 +137,13 @@ def test_rows_are_balanced_to_a_few_panels() -> None:
     plan = plan_placement(BIG, machine(4), "auto")
     held = [plan.bytes_on(node) for node in plan.nodes]
     assert max(held) - min(held) < BIG.size // 100
-    assert plan.reason == "every matrix has panels for all 4 nodes, so each token reads from all their memories at once"
+    assert plan.reason == "every matrix has panels for all 4 NUMA nodes, so each token reads from all their memories at once"
 
 
 def test_auto_keeps_experts_whole_where_panels_are_too_few() -> None:
     plan = plan_placement(layout(experts=[8], hidden=64, ffn=256), machine(4), "auto")
     assert plan.placement == "experts"
-    assert plan.reason == "a matrix has 2 panels, too few for 4 nodes, so experts stay whole"
+    assert plan.reason == "a matrix has 2 panels, too few for 4 NUMA nodes, so experts stay whole"
 
 
 def test_auto_keeps_experts_whole_where_rows_take_too_many_mappings(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,12 +166,12 @@ def test_a_full_node_is_left_out_and_named() -> None:
     full = replace(topology.nodes[1], free_bytes=10 << 20)
     plan = plan_placement(BIG, replace(topology, nodes=(topology.nodes[0], full, topology.nodes[2])), "rows")
     assert plan.nodes == (0, 6)
-    assert plan.reason.endswith("; left out for want of free memory: node 3")
+    assert plan.reason.endswith("; left out for want of free memory: NUMA node 3")
 
 
 def test_too_little_memory_everywhere_is_refused_when_asked_for_and_said_by_auto() -> None:
     topology = machine(2, free=100 << 20)
-    sentence = r"a share of the weights takes up to \d+ MiB of a node and node \d has 100 MiB free"
+    sentence = r"a share of the weights takes up to \d+ MiB of a NUMA node and NUMA node \d has 100 MiB free"
     with pytest.raises(PlacementError, match=rf"placement rows is not possible: {sentence}; free memory or use placement none"):
         plan_placement(BIG, topology, "rows")
     plan = plan_placement(BIG, topology, "auto")

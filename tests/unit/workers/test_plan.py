@@ -170,7 +170,7 @@ def test_a_node_has_a_wish_of_its_own() -> None:
 
 
 def test_a_node_that_does_not_exist_is_named() -> None:
-    with pytest.raises(PlanError, match="there is no node 7 with CPUs that may be used; there are 0, 1"):
+    with pytest.raises(PlanError, match="there is no NUMA node 7 with CPUs that may be used; there are 0, 1"):
         plan_team(machine(4, 4), nodes={7: NodeWish(1)})
 
 

@@ -66,7 +66,7 @@ def test_a_memory_policy_is_set_or_its_refusal_told() -> None:
         "refused = prefer_memory(0)\n"
         "print(refused or 'set', open('/proc/self/numa_maps').readline().split()[1], sep='|')"
     ).split("|")
-    assert (said, policy) == ("set", "prefer:0") or said.startswith("set_mempolicy to node 0: "), (said, policy)
+    assert (said, policy) == ("set", "prefer:0") or said.startswith("set_mempolicy to NUMA node 0: "), (said, policy)
 
 
 def test_pinning_to_a_cpu_that_may_not_be_used_is_told() -> None:
