@@ -116,6 +116,11 @@ class Team:
         """Who computes, as last planned."""
         return self._scaling.plan
 
+    @property
+    def reads_file(self) -> bool:
+        """Whether what is held is, or in part, the file's own pages, which are gone when the file is cut short. From any thread."""
+        return self.image.mode == "map" or (self._share is not None and self._share.reads_file)
+
     @classmethod
     def open(cls, path: str | os.PathLike[str], config: TeamConfig | None = None, *, machine: Topology | None = None) -> Self:
         """Opens the model and starts the workers; returns when all are ready, else leaves nothing behind.
