@@ -66,7 +66,9 @@ def main(argv: list[str]) -> None:
     import json
     import threading
 
-    from engine_c import EngineError, Model, Worker
+    from engine_c.basics import EngineError
+    from engine_c.lanes import Worker
+    from engine_c.model import Model
     from workers.numa import prefer_memory, run_on
     from workers.parts import PART_RECORD, read_record, read_table
 
