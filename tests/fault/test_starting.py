@@ -15,7 +15,7 @@ import pytest
 
 from engine_c import EngineError
 from engine_c.fill import fill
-from tests.fault.harness import Decoding, children, config, descriptors, wait_for
+from tests.fault.harness import PATIENCE, Decoding, children, config, descriptors, wait_for
 from workers import filling
 from workers.mapping import HUGE_PAGE
 from workers.segments import SegmentError
@@ -37,7 +37,7 @@ def copying(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], None]], N
                 act()
                 done.set()
             if begin:
-                assert done.wait(20)
+                assert done.wait(20 * PATIENCE)
             return fill(file, address, begin, end)
 
         monkeypatch.setattr(filling, "PIECE", HUGE_PAGE)
