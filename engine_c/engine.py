@@ -7,13 +7,14 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from engine_c._engine import ffi, lib
+from engine_c.basics import EngineError
 from engine_c.batch import BatchBuffers
 from engine_c.lanes import Lanes
 from engine_c.library import fail
 from engine_c.model import Model
 from engine_c.remote import ROWS_KINDS, ExpertBatch, LayersRemote, Remote, RemoteExperts, RowsKind, layers_of
 from engine_c.routing import Routes, Telemetry, empty_telemetry
-from engine_c.structs import EngineError, SeqResult, SeqWork, SessionOptions, StepStats
+from engine_c.structs import SeqResult, SeqWork, SessionOptions, StepStats
 
 if TYPE_CHECKING:
     import numpy as np

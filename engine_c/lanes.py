@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from engine_c._engine import ffi, lib
+from engine_c.basics import EngineError
 from engine_c.library import OPERATIONS, fail
 from engine_c.model import Model, User
-from engine_c.structs import EngineError, SessionOptions
 
 if TYPE_CHECKING:
     from engine_c._engine import Pointer
+    from engine_c.structs import SessionOptions
 
 
 class Lanes(User):

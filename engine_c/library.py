@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Self
 
 from engine_c._engine import ffi, lib
-from engine_c.structs import EngineError
+from engine_c.basics import EngineError
 
 if TYPE_CHECKING:
     from engine_c._engine import Error, Pointer

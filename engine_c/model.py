@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Self
 
 from engine_c._engine import ffi, lib
+from engine_c.basics import EngineError, Part
 from engine_c.library import Handle, fail
-from engine_c.structs import EngineError, ModelInfo, Part, PathLike
 
 if TYPE_CHECKING:
     from engine_c._engine import Pointer
+    from engine_c.structs import ModelInfo, PathLike
 
 
 class Model(Handle):
@@ -21,9 +23,15 @@ class Model(Handle):
 
     def __init__(self, pointer: Pointer) -> None:
         super().__init__(pointer, lib.colibri_model_close)
-        struct = lib.colibri_model_get_info(pointer)
-        self.info = ModelInfo(**{name: getattr(struct, name) for name in ModelInfo.__slots__})
+        self._scalars = ffi.new("colibri_model_info *", lib.colibri_model_get_info(pointer)[0])
         self.users = 0
+
+    @cached_property
+    def info(self) -> ModelInfo:
+        """Its scalars, also once it is closed."""
+        from engine_c.structs import ModelInfo  # here: workers do without, and start sooner
+
+        return ModelInfo(**{name: getattr(self._scalars, name) for name in ModelInfo.__slots__})
 
     @classmethod
     def open(cls, path: PathLike) -> Self:

@@ -8,8 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from engine_c._engine import ffi, lib
+from engine_c.basics import EngineError
 from engine_c.library import fail
-from engine_c.structs import FORMATS, EngineError
+from engine_c.structs import FORMATS
 
 if TYPE_CHECKING:
     from engine_c._engine import Error, Pointer

@@ -14,23 +14,7 @@ KV_FORMATS = {"f32": 0, "bf16": 1}
 KV_BLOCK = 16
 MAX_TOP_LOGPROBS = 20
 
-STATUS_NAMES = {
-    1: "NEEDS_REMOTE",
-    0: "OK", -1: "EINVAL", -2: "EIO", -3: "EFORMAT", -4: "ENOMEM", -5: "EUNSUPPORTED", -6: "ENUMERIC", -7: "ENOLANES", -8: "ESTATE",
-}
 LANE_EMPTY, LANE_READY, LANE_ACTIVE, LANE_LEAVING, LANE_DEAD = range(5)
-
-
-class EngineError(RuntimeError):
-    """A refusal of the engine: `code` is an enum colibri_status, `name` its short name ("EFORMAT"), str() the sentence."""
-
-    def __init__(self, code: int, message: str) -> None:
-        super().__init__(message)
-        self.code = code
-        self.name = STATUS_NAMES.get(code, f"E{-code}")
-
-    def __reduce__(self) -> tuple[type[EngineError], tuple[int, str]]:
-        return EngineError, (self.code, str(self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,16 +43,6 @@ class ModelInfo:
     expert_bytes: int
     backbone_bytes: int
     active_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A piece of a container (colibri_part): bytes [offset, offset + bytes) of it, at the same offset of fd; node -1: on none."""
-
-    fd: int
-    node: int
-    offset: int
-    bytes: int
 
 
 @dataclass(frozen=True, slots=True)

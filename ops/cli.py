@@ -16,6 +16,7 @@ import typer
 
 from ops.commands import version
 from ops.commands.common import USAGE, describe_failure
+from service.collector import seldom_collect
 
 MODULES: dict[str, tuple[str, ...]] = (
     {name: (name,) for name in ("serve", "node", "generate", "chat", "route", "top")}
@@ -27,6 +28,9 @@ MODULES: dict[str, tuple[str, ...]] = (
     | {name: (name,) for name in ("record", "rebalance", "convert", "inspect", "verify", "logits", "bench", "health", "ray", "version")}
 )
 """Of ops.commands, in the order of the help, with the commands that each registers."""
+
+SERVERS = ("serve", "node")
+"""Commands that go on until they are told to stop."""
 
 
 def make_app(command: str | None = None) -> typer.Typer:
@@ -51,7 +55,7 @@ def root(
     show_version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
 ) -> None:
     """What the command line does without a command."""
-    if context.invoked_subcommand not in ("serve", "node"):
+    if context.invoked_subcommand not in SERVERS:
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # else gRPC has its say about certificates before our one line
     if show_version:
         typer.echo(f"colibri {version.package_version()}")
@@ -63,6 +67,8 @@ def root(
 def run(arguments: Sequence[str] | None = None) -> int:
     """Runs one command line (default: sys.argv) and returns its exit code. Only a bug of ours leaves it as an exception."""
     words = sys.argv[1:] if arguments is None else arguments
+    if words and words[0] in SERVERS:
+        seldom_collect()  # what is imported from here on stays
     try:
         app = make_app(words[0] if words else None)
         code = app(args=words, prog_name="colibri", standalone_mode=False)

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from colibri.v1 import operator_pb2 as pb
-from workers.balance import BalancePlan, ExpertMove, ExpertReplica
-from workers.rebalancing import BalanceReport
 
 if TYPE_CHECKING:
     from service.nodes.balancing import NodesReport
+    from workers.balance import BalancePlan, ExpertMove, ExpertReplica
+    from workers.rebalancing import BalanceReport
 
 
 def report_message(report: BalanceReport, *, took_ms: float) -> pb.RebalanceResponse:

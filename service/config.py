@@ -17,7 +17,7 @@ from service.nodes.addresses import AddressError, file_of, parse_places
 from service.spans import Range, parse_ranges
 
 _PREFIX = "COLIBRI_"
-_OTHERS = ("CACHE", "ISA")  # read by cache_dir and by the engine
+_OTHERS = ("CACHE", "ISA", "RUNTIME")  # read by cache_dir, by the engine and by runtime_dirs
 # What Kubernetes puts into the pods beside a Service called colibri or colibri-SOMETHING, as NAME=VALUE.
 _KUBERNETES = re.compile(r"COLIBRI(_\w+)?_(SERVICE_HOST=|SERVICE_PORT(_\w+)?=|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?=|PORT=\w+://).*")
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
@@ -287,8 +287,10 @@ def cache_dir(environ: Mapping[str, str] | None = None) -> Path:
 
 
 def runtime_dirs(environ: Mapping[str, str] | None = None) -> tuple[Path, ...]:
-    """Folders for the operators' sockets of this user's servers, the first being where new ones go."""
+    """Folders for the operators' sockets of this user's servers, the first being where new ones go: COLIBRI_RUNTIME alone, else two."""
     environ = os.environ if environ is None else environ
+    if own := environ.get(_PREFIX + "RUNTIME"):
+        return (Path(own).expanduser(),)
     shared = Path(f"/tmp/colibri-{os.getuid()}")
     session = environ.get("XDG_RUNTIME_DIR")
     return (Path(session) / "colibri", shared) if session else (shared,)

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from engine_c import KV_FORMATS, SessionOptions
 from service.collector import seldom_collect
 from service.config import ServeConfig
-from workers.automatic import Automatic
+from workers.automatic_config import Automatic
 from workers.keeping import Keep
 from workers.slot import SupervisorConfig
 from workers.team import Team, TeamConfig

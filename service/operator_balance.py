@@ -16,10 +16,10 @@ from service.hosted import Hosted
 from service.load import SPANS
 from service.models import ModelHost
 from service.operator_calls import change
-from workers.rebalancing import BalanceReport
 
 if TYPE_CHECKING:
     from service.nodes.balancing import NodesReport
+    from workers.rebalancing import BalanceReport
 
 _Report = TypeVar("_Report")
 _MOST_REPLICAS = 1024

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from workers.balance import MIN_GAIN
-from workers.rebalancing import BalanceReport, Loads
+from workers.automatic_config import Automatic, Loads
+from workers.rebalancing import BalanceReport
 
 log = logging.getLogger("colibri.workers")
 
@@ -20,17 +20,6 @@ KEEP = 0.5
 LONGEST_REST = 64
 """Intervals; after a refusal the next try waits twice as long as before, up to this."""
 TIMEOUT_S = 600.0
-
-
-@dataclass(frozen=True, slots=True)
-class Automatic:
-    """How a team rebalances itself. replicas: None leaves them to who moves experts. loads: the tokens each expert has had since some
-    beginning [layers][experts]; None: as the session counts them."""
-
-    interval_s: float = 30.0
-    min_gain: float = MIN_GAIN
-    replicas: int | None = 0
-    loads: Callable[[], Loads] | None = None
 
 
 @dataclass(slots=True)

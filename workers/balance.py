@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from workers.automatic_config import MIN_GAIN
 from workers.packing import EVEN, SMALL, Change, Copies, Packing, floor, improve, pack, relabel, shake, spread_heaviest
 
-MIN_GAIN = 0.05
-"""Less than this share of the experts' time is not worth a change."""
 BYTES_PER_S = 1 << 30
 """What moving an expert is taken to cost: it goes on beside requests, held back on purpose (workers.moving)."""
 HORIZON_S = 300.0

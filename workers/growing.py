@@ -112,6 +112,11 @@ class Share:
         self._stale: tuple[Extent, ...] = ()  # copies that are no longer held, which somebody may still map
         self._turn = threading.Lock()
 
+    @property
+    def reads_file(self) -> bool:
+        """Whether some of it is held as the file's own pages, there being too little memory for a copy."""
+        return bool(self._pages)
+
     def hold(self, experts: frozenset[tuple[int, int]]) -> None:
         """Holds these (layer, expert) from now on: what is new is in memory when it returns; the memory of what is no longer held is given
         back once nobody maps it. Who reads that all the same reads the file. ShareError: nothing has changed."""

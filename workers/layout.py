@@ -74,6 +74,17 @@ def read_layout(fd: int) -> Layout:
         raise LayoutError(f"its descriptor is malformed: {error!r}") from error
 
 
+def header_end(fd: int) -> int:
+    """The first byte behind an open container's header and descriptor, which are all that opening it reads; the file's end if what it
+    begins with can't be believed. OSError."""
+    size = os.fstat(fd).st_size
+    raw = os.pread(fd, _HEADER.size, 0)
+    if len(raw) < _HEADER.size or raw[:8] != _MAGIC:
+        return size
+    _, _, _, offset, length, _, _, _ = _HEADER.unpack(raw)
+    return min(size, offset + length) if length <= _MAX_DESCRIPTOR else size
+
+
 def read_digest(fd: int) -> str:
     """SHA-256, in hex, of an open container's header and descriptor: the tensors' checksums are in it, so the same weights have the same.
     LayoutError, OSError."""

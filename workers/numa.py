@@ -9,7 +9,7 @@ import ctypes
 import errno
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 MPOL_PREFERRED = 1
 MPOL_BIND = 2
@@ -24,8 +24,7 @@ _NUMBERS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryUse:
+class MemoryUse(NamedTuple):
     """A mapping's pages that this process has in its page tables: bytes on each node, and the policy the kernel follows there."""
 
     policy: str

@@ -9,7 +9,7 @@ import struct
 import time
 from collections.abc import Sequence
 
-from engine_c import Part
+from engine_c.basics import Part
 
 SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 """Nobody can change or resize the memory any more."""

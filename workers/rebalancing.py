@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from engine_c import EngineError, Model, Part
-from workers.balance import MIN_GAIN, ONE_NODE, BalancePlan, ExpertMove, ExpertReplica, plan_balance
+from workers.automatic_config import MIN_GAIN, Loads
+from workers.balance import ONE_NODE, BalancePlan, ExpertMove, ExpertReplica, plan_balance
 from workers.layout import Layout, LayoutError, read_layout
 from workers.moving import MoveError, Range, copy, move, range_of, whole_pages
 from workers.parts import within
@@ -26,8 +27,6 @@ FOLLOW_S = 5.0
 """How long workers may take to map a copy; who takes longer goes on reading what it did."""
 PAUSE_S = 0.001
 """Between the layers of a plan: others want the interpreter too."""
-
-Loads = Sequence[Sequence[float]]
 
 
 @dataclass(frozen=True, slots=True)

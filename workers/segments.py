@@ -7,15 +7,15 @@ import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
 from engine_c import Part
-from workers.filling import FillError, Filling, NodeShare
+from workers.copying import Copying
+from workers.filling import FillError, NodeShare
 from workers.keeping import Keep, kept_extents
-from workers.layout import Layout, LayoutError, read_layout
-from workers.parts import filled_up, overlay, seal, write_table
+from workers.layout import Layout, LayoutError, header_end, read_layout
+from workers.parts import filled_up, overlay, write_table
 from workers.placement import Extent, Placement, PlacementPlan, fine_extents, placement_nodes, plan_placement, whole_file
 from workers.topology import Topology, read_topology
 
@@ -43,12 +43,17 @@ class PlacementReport:
 
 @dataclass(slots=True)
 class ModelImage:
-    """A container's bytes, `bytes` of them, in one or several descriptors. Close it after the models and workers opened from it."""
+    """A container's bytes, `bytes` of them, in one or several descriptors. Close it after the models and workers opened from it.
+
+    Its copies may still be in the making (open_image with complete=False): until complete() has returned the header and the descriptor are
+    there, which is all that opening needs, and nothing may be computed.
+    """
 
     mode: Literal["map", "memfd"]
     bytes: int
     placement: PlacementPlan
     report: PlacementReport = field(default_factory=PlacementReport)
+    path: str | os.PathLike[str] = ""
     layout: Layout | None = None
     """Where the matrices lie, if it was needed to place them."""
     filled: tuple[Extent, ...] = ()
@@ -62,6 +67,7 @@ class ModelImage:
     _file: int = -1  # its descriptor then
     _by_node: dict[int, int] = field(default_factory=dict)  # node -> descriptor; -1: of no node in particular
     _tables: dict[int, int] = field(default_factory=dict)
+    _copying: Copying | None = None
 
     @property
     def fds(self) -> tuple[int, ...]:
@@ -150,8 +156,24 @@ class ModelImage:
             return None
         return node if node in self.placement.nodes else self.placement.nodes[0]
 
+    @property
+    def pending(self) -> int:
+        """Bytes of the copies that are still to be made."""
+        return 0 if self._copying is None else self._copying.pending
+
+    def complete(self) -> None:
+        """Waits until the copies are whole and sealed. SegmentError: they can't be had, and the image is to be closed."""
+        copying, self._copying = self._copying, None
+        if copying is None:
+            return
+        with _telling(self.path):
+            self.report = PlacementReport(*copying.complete())
+
     def close(self) -> None:
-        """Gives the descriptors back; a second call does nothing."""
+        """Gives the descriptors back, and calls off what is still being copied; a second call does nothing."""
+        copying, self._copying = self._copying, None
+        if copying is not None:
+            copying.stop()
         copies = [part.fd for own in self.replicas.values() for part in own.values()]
         fds = [*self.fds, *self.writable.values(), *self._tables.values(), *copies]
         self._by_node, self.writable, self._tables, self.replicas, self._file = {}, {}, {}, {}, -1
@@ -173,12 +195,14 @@ def open_image(
     available: int | None = None,
     topology: Topology | None = None,
     keep: Keep | None = None,
+    complete: bool = True,
 ) -> ModelImage:
     """Opens a model for sharing. "map": the file, through the page cache. "memfd": copies that nobody can change or resize any more, placed
     on the nodes, on huge pages where the kernel can. "auto": copies, which decode faster, if they take at most half of the free memory or a
     placement is asked for, else the file.
 
     keep: copies have only that; all else is mapped from the file, as everything is where no copy is made.
+    complete: return when the copies are whole; else the caller waits for that (ModelImage.complete).
     available overrides what the machine and its control groups leave, in bytes. SegmentError if the file can't be read or the copies do not
     fit, PlacementError if the placement can't be had.
     """
@@ -209,10 +233,13 @@ def open_image(
             return file
         _check_room(path, needed, available)
         layout = read_layout(fd) if plan.nodes else None
-        copy = _copy(path, fd, plan, layout, topology, kept)
+        copy = _begin_copy(path, fd, plan, layout, topology, kept)
         if kept is not None:
             file._by_node, copy._file = {}, fd
     file.close()
+    if complete:
+        with _closing_on_error(copy):
+            copy.complete()
     return copy
 
 
@@ -253,7 +280,7 @@ def _check_room(path: str | os.PathLike[str], size: int, available: int) -> None
         )
 
 
-def _copy(
+def _begin_copy(
     path: str | os.PathLike[str],
     file: int,
     placement: PlacementPlan,
@@ -262,30 +289,24 @@ def _copy(
     kept: tuple[Extent, ...] | None,
 ) -> ModelImage:
     """The file's page cache is left alone: the next start, or another program, finds it warm, and the kernel takes it when it must."""
-    image = ModelImage("memfd", os.fstat(file).st_size, placement, layout=layout, kept=kept)
+    image = ModelImage("memfd", os.fstat(file).st_size, placement, path=path, layout=layout, kept=kept)
     copied = placement if kept is None else replace(placement, extents=kept)
     image.filled = fine_extents(copied, layout)
+    with _telling(path), _closing_on_error(image):
+        image._copying = Copying(path, file, image.bytes, image.filled, topology)
+        image._by_node = dict(image._copying.fds)
+        image._copying.start(header_end(file))
+    return image
+
+
+@contextlib.contextmanager
+def _telling(path: str | os.PathLike[str]) -> Iterator[None]:
     try:
-        for node in {extent.node: None for extent in copied.extents}:
-            name = f"colibri:{Path(path).name}"[:200] + (f":node{node}" if node >= 0 else "")
-            image._by_node[node] = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            os.ftruncate(image._by_node[node], image.bytes)
-        filling = Filling(file, image.bytes, image._by_node, image.filled, topology)
-        shares = filling.run()
-        # Sealing against writing is refused as long as a writable mapping is there.
-        for fd in image.fds:
-            seal(fd)
+        yield
     except FillError as error:
-        image.close()
         raise SegmentError(f"{path}: {error}") from error
     except OSError as refusal:
-        image.close()
         raise SegmentError(f"{path}: no copy in memory could be made: {refusal.strerror}; use load mode map") from refusal
-    except BaseException:
-        image.close()
-        raise
-    image.report = PlacementReport(shares, filling.degraded)
-    return image
 
 
 def _mib(count: int) -> str:

@@ -63,6 +63,15 @@ class Supervisor:
 
     def start(self, timeout: float = 30.0) -> None:
         """Starts all workers; returns when each has acknowledged. SupervisorError if one fails or time runs out; nothing is left then."""
+        self.begin()
+        try:
+            self.wait_ready(timeout)
+        except BaseException:
+            self.stop()
+            raise
+
+    def begin(self) -> None:
+        """Starts all workers and waits for nothing; wait_ready() tells what became of them, stop() ends them."""
         with self._changed:
             if self._thread is not None or self._stopping:
                 raise SupervisorError("the supervisor was started or stopped before")
@@ -72,11 +81,6 @@ class Supervisor:
             # The thread that spawns lives as long as the workers: they get SIGKILL when it ends (PR_SET_PDEATHSIG).
             self._thread = threading.Thread(target=self._run, name="colibri-supervisor", daemon=True)
             self._thread.start()
-        try:
-            self.wait_ready(timeout)
-        except BaseException:
-            self.stop()
-            raise
 
     def wait_ready(self, timeout: float, *, ignoring: Collection[int] = ()) -> None:
         """Waits until the workers, but those with an ignored index, are what the plan wants.

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 from engine_c import Model, Session, SessionOptions, session_bytes
 from workers import numa
-from workers.automatic import Automatic, Keeper
-from workers.balance import MIN_GAIN
+from workers.automatic_config import MIN_GAIN, Automatic, Loads
 from workers.confine import stepping_cpus
-from workers.growing import Share, ShareError, open_growing
 from workers.keeping import Keep
 from workers.kv_memory import KvMemory
 from workers.placement import Placement, PlacementPlan
 from workers.plan import FrontLane, NodeWish, PlanError, TeamPlan, kv_block_bytes, plan_kv_blocks, plan_team
-from workers.rebalancing import BalanceReport, ExpertPlaces, Loads, Rebalancer
 from workers.scaling import ScaleError, Scaling
 from workers.segments import LoadMode, ModelImage, PlacementReport, open_image
 from workers.supervisor import Supervisor, SupervisorConfig, SupervisorSnapshot
 from workers.topology import Topology, read_topology
+
+if TYPE_CHECKING:
+    from workers.automatic import Keeper
+    from workers.growing import Share
+    from workers.rebalancing import BalanceReport, ExpertPlaces, Rebalancer
 
 log = logging.getLogger("colibri.workers")
 
@@ -101,7 +104,9 @@ class Team:
         self.supervisor = supervisor
         self.topology = topology
         self._scaling = scaling
-        self._rebalancer = Rebalancer(image, model, supervisor, topology, front_node=scaling.plan.front_node, speeds=self._lanes_of_nodes)
+        self._lock = threading.Lock()
+        self._moves: Rebalancer | None = None
+        self._still = False
         self._keeper: Keeper | None = None
         self._share: Share | None = None
         self._front_degraded: tuple[str, ...] = ()
@@ -110,6 +115,11 @@ class Team:
     def plan(self) -> TeamPlan:
         """Who computes, as last planned."""
         return self._scaling.plan
+
+    @property
+    def reads_file(self) -> bool:
+        """Whether what is held is, or in part, the file's own pages, which are gone when the file is cut short. From any thread."""
+        return self.image.mode == "map" or (self._share is not None and self._share.reads_file)
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], config: TeamConfig | None = None, *, machine: Topology | None = None) -> Self:
@@ -125,25 +135,35 @@ class Team:
         wish = NodeWish(config.workers_per_node, config.threads_per_worker)
         plan = plan_team(topology, default=wish, front_lane=config.front_lane, smt=config.smt)
         if config.grows:
+            from workers.growing import open_growing
+
             image = open_growing(path, mode=config.load_mode, placement=config.placement, topology=topology)
         else:
-            image = open_image(path, mode=config.load_mode, placement=config.placement, topology=topology, keep=config.keep)
+            image = open_image(
+                path, mode=config.load_mode, placement=config.placement, topology=topology, keep=config.keep, complete=False
+            )
         log.info("weights: load mode %s, placement %s: %s", image.mode, image.placement.placement, image.placement.reason)
         model: Model | None = None
         session: Session | None = None
+        supervisor: Supervisor | None = None
         try:
             model = Model.open_parts(image.parts_for(plan.front_node))
-            free = read_topology().memory_available_bytes  # again: a copy of the model may have taken memory
+            pending = image.pending  # before it is asked what is free: what is copied in between then counts twice rather than never
+            free = max(0, read_topology().memory_available_bytes - pending)
             topology = replace(topology, memory_available_bytes=free)
             session = Session(model, _session_options(model, plan, topology, config, image.placement))
             kv_memory = KvMemory(session, image.placement.nodes)
             kv_memory.bind()
-            if refused := (*image.report.degraded, *kv_memory.degraded):
-                log.warning("served all the same, but slower than it could be: %s", "; ".join(refused))
             session.lane_place(plan.max_lanes, plan.front_node)
             supervisor = Supervisor(session, image, plan, config.supervisor)
-            supervisor.start(config.start_timeout_s)
+            supervisor.begin()  # the workers start while the copy is made
+            image.complete()
+            if refused := (*image.report.degraded, *kv_memory.degraded):
+                log.warning("served all the same, but slower than it could be: %s", "; ".join(refused))
+            supervisor.wait_ready(config.start_timeout_s)
         except BaseException:
+            if supervisor is not None:
+                supervisor.stop()
             for part in (session, model, image):
                 if part is not None:
                     part.close()
@@ -159,8 +179,12 @@ class Team:
             topology=topology,
         )
         if config.grows:
+            from workers.growing import Share
+
             team._share = Share(image, (model, supervisor, plan.front_node), topology, mode=config.load_mode)
         if config.rebalance == "auto":
+            from workers.automatic import Keeper
+
             team._keeper = Keeper(team._rebalancer, team._counts, config.automatic)
         return team
 
@@ -219,14 +243,34 @@ class Team:
 
     def stop_moving(self) -> None:
         """Lets experts lie where they do from now on: a rebalancing that is under way ends soon, which is waited for. From any thread."""
-        self._rebalancer.close()
+        with self._lock:
+            self._still, moves = True, self._moves
+        if moves is not None:
+            moves.close()
 
     def hold(self, experts: frozenset[tuple[int, int]]) -> None:
         """Holds these (layer, expert), and no others, in memory from now on, while the session steps, from any thread; of a team that
         grows. ShareError: nothing has changed."""
         if self._share is None:
+            from workers.growing import ShareError
+
             raise ShareError("this team's share was fixed at its start")
         self._share.hold(experts)
+
+    @property
+    def _rebalancer(self) -> Rebalancer:
+        """Made when it is first asked for: most teams move nothing, and start without what that needs."""
+        from workers.rebalancing import Rebalancer
+
+        with self._lock:
+            if self._moves is None:
+                node = self.plan.front_node
+                self._moves = Rebalancer(
+                    self.image, self.model, self.supervisor, self.topology, front_node=node, speeds=self._lanes_of_nodes
+                )
+                if self._still:
+                    self._moves.close()
+            return self._moves
 
     def _counts(self) -> list[list[float]]:
         counts: list[list[float]] = self.session.expert_counts().astype(float).tolist()
@@ -243,7 +287,8 @@ class Team:
         """What there is now. From any thread."""
         plan, workers = self.plan, self.supervisor.snapshot()
         refused = [text for worker in workers.workers for text in worker.degraded]
-        degraded = (*self.image.report.degraded, *self.kv_memory.degraded, *self._front_degraded, *self._rebalancer.degraded, *refused)
+        moved = () if self._moves is None else self._moves.degraded
+        degraded = (*self.image.report.degraded, *self.kv_memory.degraded, *self._front_degraded, *moved, *refused)
         lanes = [(lane, spec.node) for spec in plan.workers for lane in spec.lanes]
         if plan.front_lane:
             lanes.append((plan.max_lanes, plan.front_node))

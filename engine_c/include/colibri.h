@@ -526,6 +526,13 @@ typedef struct colibri_spawn_wish {
  * COLIBRI_EINVAL, COLIBRI_EIO. Any thread; a child that asks for a signal with its parent's death gets it with this thread's. */
 COLIBRI_API int colibri_spawn(const colibri_spawn_wish *wish, int *pid, int *pidfd, colibri_error *err);
 
+/* ---------------------------------------------------------------- copying a model into memory */
+
+/* Copies the bytes from begin to end of a file to base + begin and so on; base, at a multiple of 2 MiB, is a shared writable mapping of memory, empty there,
+ * in which byte 0 of the file would lie. Whole huge pages in between are made such (MADV_COLLAPSE) while they are empty; *unhuge becomes 0, or the errno
+ * with which the kernel refused, and all is copied the same. COLIBRI_EIO: the file could not be read or has ended; COLIBRI_EINVAL. Any thread. */
+COLIBRI_API int colibri_fill(int file, void *base, uint64_t begin, uint64_t end, int *unhuge, colibri_error *err);
+
 /* ---------------------------------------------------------------- probes: what the machine can do at most */
 
 #define COLIBRI_PROBE_ALIGN 512

@@ -21,6 +21,7 @@ from service.spans import show_ranges
 from service.wire import PROTOCOL
 from workers.keeping import Keep, Range
 from workers.layout import Layout, LayoutError, read_digest, read_layout
+from workers.segments import SegmentError
 from workers.slot import SupervisorConfig
 from workers.team import Team, TeamConfig
 
@@ -51,14 +52,16 @@ class Agent:
         self.rooms = Rooms(self.team.session.options.kv_blocks if self.ranges else 0)
 
     def compute(self, work: Work) -> tuple[bytes | bytearray, int, int]:
-        """The answer to a batch, nanoseconds it took, and those it waited for others before. EngineError."""
+        """The answer to a batch, nanoseconds it took, and those it waited for others before. EngineError, SegmentError."""
         asked = time.perf_counter_ns()
         with self._computing:
             begun = time.perf_counter_ns()
+            lacking = self._lacking(work)
+            self.check_file(also=lacking > 0)
             session, top_k = self.team.session, self.team.model.info.top_k
             pieces = work.pieces(self.config.max_rows, top_k)
             outputs = [session.run_experts(piece, kind=work.kind) for piece in pieces]
-            self._count(work)
+            self.not_held += lacking
             answer = work.combine(outputs[0] if len(outputs) == 1 else b"".join(outputs), self.team.model.info.hidden)
             return answer, time.perf_counter_ns() - begun, begun - asked
 
@@ -73,20 +76,32 @@ class Agent:
             self.rooms.give(room)
 
     def run_layers(self, work: LayerWork, room: Room) -> tuple[bytes, int, int]:
-        """The rows behind the layers, nanoseconds it took, and those it waited for others before. BatchError, EngineError."""
+        """The rows behind the layers, nanoseconds it took, and those it waited for others before. BatchError, EngineError, SegmentError."""
         asked = time.perf_counter_ns()
         with self._computing:
             begun = time.perf_counter_ns()
             if room.lost:  # a moment ago
                 raise BatchError("layers: another stream of the same front end has taken over the KV blocks of this one")
+            self.check_file()
             session, options = self.team.session, self.team.session.options
             pieces = work.pieces(options.max_rows, options.max_seqs)
             found = [session.run_layers(piece, work.first, work.end, x).tobytes() for piece, x in pieces]
             return b"".join(found), time.perf_counter_ns() - begun, begun - asked
 
-    def _count(self, work: Work) -> None:
+    def check_file(self, *, also: bool = False) -> None:
+        """Before pages of the model's file itself are read: if it has been cut short, that would end this process without a word (SIGBUS).
+        Copies in memory last. also: what is not held is to be read, too. SegmentError."""
+        if not also and not self.team.reads_file:
+            return
+        image = self.team.image
+        size = os.fstat(image.file).st_size
+        if size < image.bytes:
+            remedy = "replace a model by renaming a new file over it, or load by memfd, and start the node again"
+            raise SegmentError(f"{self.config.model}: it was cut from {image.bytes} to {size} bytes while the node read it: {remedy}")
+
+    def _lacking(self, work: Work) -> int:
         held = self._held.get(work.batch.layer, ())
-        self.not_held += sum(count for expert, count in zip(work.batch.experts, work.batch.counts, strict=True) if expert not in held)
+        return sum(count for expert, count in zip(work.batch.experts, work.batch.counts, strict=True) if expert not in held)
 
     def assign(self, shares: Mapping[int, tuple[int, ...]]) -> None:
         """Holds these experts from now on: what is new is in memory when it returns, that of what is no longer held is given back.

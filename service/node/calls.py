@@ -32,6 +32,7 @@ from service.node.metrics import NodeMetrics
 from service.printable import printable
 from service.wire import enclose
 from workers.growing import ShareError, ShareTooLarge, UnknownExpert
+from workers.segments import SegmentError
 
 log = logging.getLogger("colibri.node")
 
@@ -237,6 +238,8 @@ class ExpertCalls:
             return self._failed(stream, message.id, Code.INVALID_ARGUMENT, str(error))
         except EngineError as error:
             return self._failed(stream, message.id, failure_code(error), str(error))
+        except SegmentError as error:
+            return self._failed(stream, message.id, Code.UNAVAILABLE, str(error))
         finally:
             self._last = time.monotonic()
         data, compute_ns, queue_ns = done

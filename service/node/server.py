@@ -37,7 +37,7 @@ from service.server import channel_options
 log = logging.getLogger("colibri.node")
 _QUIET = 2.0  # seconds without a batch after which a draining node leaves though streams are open
 _LOOK_EVERY = 0.05
-_LOOK_FOR_IDLE = 1.0  # seconds between two looks for idle streams
+_CHECK_EVERY = 1.0  # seconds between two looks for idle streams, and at the model's file
 _FAREWELL = 1.0  # seconds for the last answers to reach their callers
 _SPARE_THREADS = 8  # for calls other than streams and, for each, one that waits for news
 _SERVICES = (
@@ -82,15 +82,16 @@ class NodeServer:
                 statuses.set(service, health_pb2.HealthCheckResponse.SERVING)
             log.info("node %s serves %s on %s:%d", self.config.own_name, agent.model_name, self.config.host, self.port)
             log.info("holds %s", agent.holding)
-            self._serve(calls)
+            self._serve(calls, agent)
             agent.news.tell(draining=True)
             statuses.set(EXPERTS, health_pb2.HealthCheckResponse.NOT_SERVING)
             self._drain(calls)
             agent.news.leave()
 
-    def _serve(self, calls: ExpertCalls) -> None:
-        """Until it is told to leave."""
-        while not self._signalled(min(_LOOK_FOR_IDLE, self.config.idle_timeout / 4)):
+    def _serve(self, calls: ExpertCalls, agent: Agent) -> None:
+        """Until it is told to leave. SegmentError if the model's file is no longer whole and is needed."""
+        while not self._signalled(min(_CHECK_EVERY, self.config.idle_timeout / 4)):
+            agent.check_file()
             try:
                 calls.seats.end_idle()
             except Exception:

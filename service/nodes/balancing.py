@@ -12,8 +12,9 @@ from service.nodes.dealing import Dealing
 from service.nodes.lifecycle import State
 from service.nodes.member import Member
 from service.nodes.shares import Pairs, most_held
-from workers.balance import MIN_GAIN, BalancePlan, plan_balance
-from workers.rebalancing import PAUSE_S, BalanceReport, Loads
+from workers.automatic_config import MIN_GAIN, Loads
+from workers.balance import BalancePlan, plan_balance
+from workers.rebalancing import PAUSE_S, BalanceReport
 
 log = logging.getLogger("colibri.nodes")
 _MEMORY = 0.9

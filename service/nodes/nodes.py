@@ -21,13 +21,12 @@ from service.nodes.member import Member
 from service.nodes.pool import NodePool, PoolConfig
 from service.nodes.remote import NodeRemote
 from service.tls import TlsFiles, speaks_tls, why_refused
-from workers.automatic import Automatic, Keeper
+from workers.automatic import Keeper
+from workers.automatic_config import Automatic, Loads
 from workers.layout import LayoutError, read_digest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from workers.rebalancing import Loads
 
 
 class Nodes:

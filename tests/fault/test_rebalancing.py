@@ -23,7 +23,7 @@ import pytest
 from tests.fault.harness import Decoding, config, descriptors, limit, signalled, wait_for
 from tests.fault.test_placement import MISSING, two_nodes
 from workers import numa
-from workers.automatic import Automatic
+from workers.automatic_config import Automatic
 from workers.lifecycle import State
 from workers.numa import MemoryUse
 from workers.rebalancing import BalanceReport

@@ -27,7 +27,7 @@ from engine_c import Model, Session, SessionOptions
 from engine_c.remote import ExpertBatch
 from ops.bench.shapes import parse_shape
 from ops.cli import run
-from ops.random_model import make_model
+from ops.random_model import SHAPES, make_model
 from service.config import ConfigError
 from service.node.config import NodeConfig
 from service.wire import PROTOCOL
@@ -410,6 +410,38 @@ def test_an_open_stream_that_asks_for_nothing_gives_its_place_back(
             assert list(alive) == [], "and it ends as it likes"
         assert "its caller has said nothing for 0.4 s" in (tmp_path / "log").read_text()
         assert "Traceback" not in (tmp_path / "log").read_text()
+
+
+@pytest.mark.parametrize("assigned", [False, True])
+def test_a_model_that_is_cut_short_ends_a_node_that_reads_it_with_a_sentence(tmp_path: Path, assigned: bool) -> None:
+    model, log = tmp_path / "m.colibri", tmp_path / "log"
+    make_model(model, SHAPES["tiny"], quant="int8", seed=1)
+    said = f"{model}: it was cut from {model.stat().st_size} to 4096 bytes while the node read it: replace a model by renaming"
+    with node_of(model, "--share", "auto" if assigned else "1/1", "--load", "map", log=log) as node:
+        hidden = node.describe().hidden
+        if assigned:
+            shares = [node_pb2.ExpertShare(layer=LAYER, experts=EXPERTS)]
+            node_pb2_grpc.NodeStub(node.channel).Assign(node_pb2.AssignRequest(shares=shares), timeout=PATIENCE)
+        assert node.execute(opening(), batch(hidden))[1].HasField("result")
+        os.truncate(model, 4096)
+        with contextlib.suppress(grpc.RpcError):  # it may have seen it by itself a moment ago
+            failed = node.execute(opening(), batch(hidden))[1].failed
+            assert (failed.code, failed.message.startswith(said)) == (14, True)
+        assert node.process.wait(PATIENCE) == 1
+        assert f"\ncolibri: {said}" in log.read_text()
+
+
+def test_a_node_with_copies_outlives_its_file(tmp_path: Path) -> None:
+    model = tmp_path / "m.colibri"
+    make_model(model, SHAPES["tiny"], quant="int8", seed=1)
+    with node_of(model, "--experts", "0,2-3", "--load", "memfd", log=tmp_path / "log") as node:
+        hidden = node.describe().hidden
+        expected = node.execute(opening(), batch(hidden))[1].result.data
+        os.truncate(model, 0)
+        assert node.execute(opening(), batch(hidden))[1].result.data == expected
+        lacking = node.execute(opening(), batch(hidden, experts=(0, 1, 2)))[1].failed
+        assert "it was cut from" in lacking.message, "an expert that is not held would be read from the file"
+        assert node.execute(opening(), batch(hidden))[1].result.data == expected
 
 
 def _takes_a_stream(node: Node) -> bool:

@@ -251,7 +251,7 @@ def test_changes_that_have_not_begun_do_not_hold_up_the_end(model: Path, tmp_pat
 def test_the_socket_is_its_user_s_alone_and_goes_with_the_server(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("COLIBRI_RUNTIME", str(tmp_path / "colibri"))
     with serving(tiny_model, operator_socket="auto") as running:
         path = tmp_path / "colibri" / f"operator-{running.server.port}.sock"
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -281,7 +281,7 @@ def test_a_dead_server_s_socket_is_replaced(tiny_model: Path, tmp_path: Path) ->
 def test_a_folder_open_to_others_gets_no_socket_and_stops_no_server(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("COLIBRI_RUNTIME", str(tmp_path / "colibri"))
     (tmp_path / "colibri").mkdir(mode=0o755)
     with serving(tiny_model, operator_socket="auto") as running:
         assert running.client.model().name

@@ -8,7 +8,7 @@ import pytest
 
 from engine_c import FORMATS, KV_BLOCK, KV_FORMATS, MAX_TOP_LOGPROBS, EngineError, ModelInfo, Sampling, SessionOptions, StepStats
 from engine_c._engine import ffi, lib
-from engine_c.structs import STATUS_NAMES
+from engine_c.basics import STATUS_NAMES
 
 ENUM = ffi.typeof("enum colibri_status")
 

@@ -30,6 +30,7 @@ def listening(path: Path) -> socket.socket:
 def test_the_session_s_folder_comes_first_and_one_of_the_user_s_is_always_there() -> None:
     user = Path(f"/tmp/colibri-{os.getuid()}")
     assert runtime_dirs({"XDG_RUNTIME_DIR": "/run/user/7"}) == (Path("/run/user/7/colibri"), user)
+    assert runtime_dirs({"XDG_RUNTIME_DIR": "/run/user/7", "COLIBRI_RUNTIME": "/srv/c"}) == (Path("/srv/c"),)
     assert runtime_dirs({}) == (user,)
 
 

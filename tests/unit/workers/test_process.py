@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 
 from workers import worker_main
 from workers.plan import WorkerSpec
-from workers.process import command, curable, describe_end
+from workers.process import IMPORT_PATHS, command, curable, describe_end
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -71,3 +72,13 @@ def test_a_memory_policy_is_set_or_its_refusal_told() -> None:
 
 def test_pinning_to_a_cpu_that_may_not_be_used_is_told() -> None:
     assert python("from workers.numa import run_on; print(run_on([1023]))") == "CPUs 1023: Invalid argument"
+
+
+def test_a_worker_imports_neither_dataclasses_nor_what_only_the_front_end_needs() -> None:
+    source = Path(worker_main.__file__).read_text()
+    lines = [line.strip() for line in source.splitlines() if re.match(r"\s+(from|import) ", line)]
+    assert any("engine_c" in line for line in lines), lines
+    told = f"import sys\nsys.path += {list(IMPORT_PATHS)!r}\n" + "\n".join(lines) + "\nprint(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-I", "-S", "-c", told], check=True, capture_output=True, text=True).stdout.split()
+    assert {"engine_c.lanes", "workers.sandbox"} <= set(loaded)
+    assert not {"dataclasses", "engine_c.engine", "engine_c.structs", "numpy", "workers.plan"} & set(loaded)
