@@ -209,7 +209,8 @@ class ServeConfig:
         abroad = [self.nodes] if file_of(self.nodes) else [str(place) for place in places if not place.local]
         if missing and abroad and not self.nodes_insecure:
             remedy = "set nodes_cert, nodes_key and nodes_ca, or nodes_insecure=on where the network lets nobody else in"
-            raise ConfigError(f"nodes on other machines ({', '.join(abroad)}) are reached by mutual TLS: {remedy}")
+            where = "nodes in a file may be on other machines, and those" if file_of(self.nodes) else "nodes on other machines"
+            raise ConfigError(f"{where} ({', '.join(abroad)}) are reached by mutual TLS: {remedy}")
 
     def _check_layers(self) -> None:
         if not self.layers_elsewhere:
@@ -282,15 +283,22 @@ def cache_dir(environ: Mapping[str, str] | None = None) -> Path:
     """Where converted models are kept: COLIBRI_CACHE, else colibri in XDG_CACHE_HOME, else ~/.cache/colibri."""
     environ = os.environ if environ is None else environ
     if own := environ.get(_PREFIX + "CACHE"):
-        return Path(own).expanduser()
+        return _own_folder("CACHE", own)
     return Path(environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "colibri"
+
+
+def _own_folder(variable: str, text: str) -> Path:
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"{_PREFIX}{variable} is {text!r}: there is no such user; name a folder") from error
 
 
 def runtime_dirs(environ: Mapping[str, str] | None = None) -> tuple[Path, ...]:
     """Folders for the operators' sockets of this user's servers, the first being where new ones go: COLIBRI_RUNTIME alone, else two."""
     environ = os.environ if environ is None else environ
     if own := environ.get(_PREFIX + "RUNTIME"):
-        return (Path(own).expanduser(),)
+        return (_own_folder("RUNTIME", own),)
     shared = Path(f"/tmp/colibri-{os.getuid()}")
     session = environ.get("XDG_RUNTIME_DIR")
     return (Path(session) / "colibri", shared) if session else (shared,)

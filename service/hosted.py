@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from colibri.v1 import inference_pb2 as pb
 from engine_c import KV_BLOCK, LANE_ACTIVE, LANE_READY, Damping
-from service.artifact import Artifact
+from service.artifact import Artifact, ArtifactError
 from service.blocks import BlockPool
 from service.config import ConfigError, ServeConfig
 from service.desk import Desk
@@ -91,9 +91,12 @@ class Hosted:
         texts = asyncio.create_task(asyncio.to_thread(load_texts, artifact))
         team_opens = asyncio.ensure_future(asyncio.wrap_future(opening))
         await asyncio.wait((texts, team_opens))
-        if texts.exception() is not None and team_opens.exception() is None:
+        replaced = team_opens.exception() is None and team_opens.result().image.digest != artifact.digest
+        if (replaced or texts.exception() is not None) and team_opens.exception() is None:
             await asyncio.to_thread(team_opens.result().close)
         team, (tokenizer, template) = team_opens.result(), texts.result()
+        if replaced:
+            raise ArtifactError(f"{artifact.path}: another file took its name while it was being opened: open it again")
         model = make_served(
             artifact,
             team.model.info,

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Coroutine
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,7 +34,7 @@ DEFAULT = "default"  # stands for the default model, as the empty name does, unl
 _FAREWELL = 1.0  # seconds for the statuses of broken-off calls to reach their callers
 _READY_WITHIN = 5.0  # seconds for the engine that is swapped to to end a step
 _MAX_NAME = 128  # bytes
-_NO_NODES = {"nodes": "", "nodes_cert": "", "nodes_key": "", "nodes_ca": ""}  # they hold the first model only
+_NO_NODES = {field.name: field.default for field in fields(ServeConfig) if field.name.startswith("nodes")}  # they hold the first model only
 _T = TypeVar("_T")
 
 

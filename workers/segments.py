@@ -14,7 +14,7 @@ from engine_c import Part
 from workers.copying import Copying
 from workers.filling import FillError, NodeShare
 from workers.keeping import Keep, kept_extents
-from workers.layout import Layout, LayoutError, header_end, read_layout
+from workers.layout import Layout, LayoutError, header_end, read_digest, read_layout
 from workers.parts import filled_up, overlay, write_table
 from workers.placement import Extent, Placement, PlacementPlan, fine_extents, placement_nodes, plan_placement, whole_file
 from workers.topology import Topology, read_topology
@@ -54,6 +54,8 @@ class ModelImage:
     placement: PlacementPlan
     report: PlacementReport = field(default_factory=PlacementReport)
     path: str | os.PathLike[str] = ""
+    digest: str = ""
+    """workers.layout.read_digest of the file that was opened, which another may since have replaced by name; "" if it is no container."""
     layout: Layout | None = None
     """Where the matrices lie, if it was needed to place them."""
     filled: tuple[Extent, ...] = ()
@@ -211,7 +213,7 @@ def open_image(
     except OSError as refusal:
         raise SegmentError(f"{path}: {refusal.strerror}") from refusal
     size = os.fstat(fd).st_size
-    file = ModelImage("map", size, whole_file(size, _MAPPED), _by_node={-1: fd})
+    file = ModelImage("map", size, whole_file(size, _MAPPED), digest=_digest(fd), _by_node={-1: fd})
     if mode == "map" and placement in ("auto", "none"):
         return file
     with _closing_on_error(file):
@@ -234,6 +236,7 @@ def open_image(
         _check_room(path, needed, available)
         layout = read_layout(fd) if plan.nodes else None
         copy = _begin_copy(path, fd, plan, layout, topology, kept)
+        copy.digest = file.digest
         if kept is not None:
             file._by_node, copy._file = {}, fd
     file.close()
@@ -241,6 +244,13 @@ def open_image(
         with _closing_on_error(copy):
             copy.complete()
     return copy
+
+
+def _digest(fd: int) -> str:
+    try:
+        return read_digest(fd)
+    except (LayoutError, OSError):  # whoever opens it as a model says what is wrong
+        return ""
 
 
 def place(path: str | os.PathLike[str], fd: int, size: int, placement: Placement, topology: Topology) -> PlacementPlan:

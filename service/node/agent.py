@@ -49,6 +49,9 @@ class Agent:
         self._changing = threading.Lock()
         self._computing = threading.Lock()
         self.team = Team.open(config.model, _team_config(config, self._held))
+        if self.team.image.digest != self.digest:
+            self.team.close()
+            raise ConfigError(f"{config.model}: another file took its name while it was being opened: start the node again")
         self.rooms = Rooms(self.team.session.options.kv_blocks if self.ranges else 0)
 
     def compute(self, work: Work) -> tuple[bytes | bytearray, int, int]:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import socket
+import stat
 from dataclasses import dataclass
 
 _DNS = "dns:///"
 _FILE = "file:"
 _SHOWN = 64  # characters of what is wrong in a file
+_LONGEST, _MOST = 65536, 1024  # characters and addresses of a list
 
 
 class AddressError(ValueError):
@@ -47,15 +51,19 @@ def file_of(text: str) -> str:
 
 
 def read_places(path: str) -> tuple[tuple[Place, ...], str]:
-    """The places in a file, between commas or on lines, or why there are none, with the remedy. One wrong word spoils the list."""
+    """The places in a file, between commas or on lines, comments (#) left out; or why there are none, with the remedy. One wrong word
+    spoils the list."""
     remedy = "write HOST:PORT,HOST:PORT into it; it is read again and again"
     try:
-        with open(path, encoding="ascii") as file:
-            words = [word for word in re.split(r"[\s,]+", file.read()) if word]
+        with open(path, encoding="ascii", opener=_open_file) as file:
+            text = file.read(_LONGEST + 1)
     except OSError as error:
         return (), f"the list of nodes {path} cannot be read ({error.strerror}): {remedy}"
     except UnicodeDecodeError:
         return (), f"the list of nodes {path} is not plain text: {remedy}"
+    words = [word for word in re.split(r"[\s,]+", re.sub(r"#.*", "", text)) if word]
+    if len(text) > _LONGEST or len(words) > _MOST:
+        return (), f"the list of nodes {path} is too long: at most {_MOST} addresses and {_LONGEST} characters are read; shorten it"
     places: dict[Place, None] = {}
     for word in words:
         place = _place(word)
@@ -63,6 +71,15 @@ def read_places(path: str) -> tuple[tuple[Place, ...], str]:
             return (), f"the list of nodes {path} says {word[:_SHOWN]!r}, which is no HOST:PORT: {remedy}"
         places[place] = None
     return tuple(places), "" if places else f"the list of nodes {path} is empty: {remedy}"
+
+
+def _open_file(path: str, flags: int) -> int:
+    """Refuses what is no file; a FIFO would be waited for and a device read for ever."""
+    fd = os.open(path, flags | os.O_NONBLOCK)
+    if stat.S_ISREG(os.fstat(fd).st_mode):
+        return fd
+    os.close(fd)
+    raise OSError(errno.EINVAL, "it is no regular file")
 
 
 def _parse(word: str, text: str) -> Place:
@@ -76,7 +93,7 @@ def _place(word: str) -> Place | None:
     host, _, port = word.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     fit = host.isprintable() and not set(host) & {"/", " "}
-    return Place(host, int(port)) if host and fit and port.isdecimal() and 0 < int(port) < 65536 else None
+    return Place(host, int(port)) if host and fit and port.isdecimal() and len(port) < 6 and 0 < int(port) < 65536 else None
 
 
 def resolve(places: tuple[Place, ...], *, by_name: bool) -> tuple[tuple[Place, ...], str]:

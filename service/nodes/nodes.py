@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import socket
 from functools import partial
@@ -23,7 +22,6 @@ from service.nodes.remote import NodeRemote
 from service.tls import TlsFiles, speaks_tls, why_refused
 from workers.automatic import Keeper
 from workers.automatic_config import Automatic, Loads
-from workers.layout import LayoutError, read_digest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -74,7 +72,7 @@ def open_nodes(config: ServeConfig, artifact: Artifact, info: ModelInfo, *, kv_b
             identity=Identity(
                 socket.gethostname(),
                 artifact.name,
-                _digest(artifact.path),
+                artifact.digest,
                 version("colibri"),
                 isa_name(),
                 instance=secrets.token_hex(8),
@@ -134,13 +132,3 @@ def _read(path: str) -> bytes:
         return Path(path).read_bytes()
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}; it is needed to reach nodes") from error
-
-
-def _digest(path: Path) -> str:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        return read_digest(fd)
-    except LayoutError as error:
-        raise ConfigError(f"{path}: {error}") from error
-    finally:
-        os.close(fd)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import signal
@@ -15,6 +16,10 @@ import pytest
 
 from engine_c import EngineError
 from engine_c.fill import fill
+from ops.random_model import SHAPES, make_model
+from service.config import ConfigError, ServeConfig
+from service.opening import begin_opening
+from service.server import Server
 from tests.fault.harness import PATIENCE, Decoding, children, config, descriptors, wait_for
 from workers import filling
 from workers.mapping import HUGE_PAGE
@@ -102,3 +107,19 @@ def test_a_damaged_header_is_refused_before_any_worker_is_started(
         open_team(path)
     assert children() == []
     assert descriptors() == before
+
+
+def test_a_model_that_another_is_renamed_over_while_it_is_opened_is_refused(model: Path, tmp_path: Path) -> None:
+    """Name and tokenizer of one model never come together with the weights of another."""
+    path = tmp_path / "model.colibri"
+    shutil.copy(model, path)
+    settings = ServeConfig(model=path, port=0, workers_per_node=1, threads_per_worker=1, operator_socket=str(tmp_path / "o.sock"))
+    opening = begin_opening(settings)
+    opening.result(PATIENCE)
+    make_model(tmp_path / "other.colibri", SHAPES["tiny"], quant="int4", seed=9)
+    os.replace(tmp_path / "other.colibri", path)
+    before = descriptors()
+    with pytest.raises(ConfigError, match="another file took its name while it was being opened"):
+        asyncio.run(Server(settings, opening).startup())
+    assert children() == []
+    assert len(descriptors()) <= len(before)

@@ -310,6 +310,16 @@ def test_what_needs_every_router_here_is_refused(cluster: Cluster) -> None:
             assert "layers 0-1, " in remote_line(next(node for node in remote if node.name == "low"))
 
 
+def test_a_further_model_is_loaded_without_nodes(cluster: Cluster) -> None:
+    settings = {"nodes_layers": "0-3", "nodes_fallback": "off", "nodes_replicas": 2, "nodes_slack": 0.5}
+    with cluster.over(*HALVES, operator_socket=str(cluster.folder / "o.sock"), **settings) as front:
+        with grpc.insecure_channel(f"unix:{cluster.folder / 'o.sock'}") as channel:
+            request = operator_pb2.LoadModelRequest(path=str(cluster.model), name="second", kv_memory=16 << 20)
+            operator_pb2_grpc.OperatorStub(channel).LoadModel(request, timeout=PATIENCE)
+        answers = [front.client.complete(generate_request(tokens=[5, 6, 7], max_tokens=4, model=name, seed=1)).token_ids for name in ("", "second")]
+        assert answers[0] == answers[1]
+
+
 def test_requests_under_way_that_cannot_go_on_when_layers_go_to_nodes_end_typed(cluster: Cluster, long_answers: list[list[int]]) -> None:
     policy = pb.RoutingPolicy(damping=pb.RoutingPolicy.DAMPING_HEAT)
     node = cluster.nodes["low"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,6 +22,8 @@ def test_a_file_is_read_as_it_is_now(tmp_path: Path) -> None:
     assert read_places(str(file)) == ((Place("a", 1), Place("::1", 2)), "")
     file.write_text("\na:1\n[::1]:2,\na:1\n")
     assert read_places(str(file)) == ((Place("a", 1), Place("::1", 2)), "")
+    file.write_text("# of the lab: c:3\na:1 # the old one\n[::1]:2")
+    assert read_places(str(file)) == ((Place("a", 1), Place("::1", 2)), "")
 
 
 @pytest.mark.parametrize(
@@ -33,6 +36,7 @@ def test_a_file_is_read_as_it_is_now(tmp_path: Path) -> None:
         ("a\x1b[2J:1", r"says 'a\x1b[2J:1'"),
         ("\xff", "is not plain text"),
         ("x" * 1000, f"says {'x' * 64!r},"),
+        ("a:" + "1" * 5000, "says 'a:111"),
     ],
 )
 def test_a_file_without_a_list_is_named_with_the_remedy(tmp_path: Path, text: str | None, words: str) -> None:
@@ -43,6 +47,19 @@ def test_a_file_without_a_list_is_named_with_the_remedy(tmp_path: Path, text: st
     assert found == ()
     assert trouble.startswith(f"the list of nodes {file} {words}")
     assert trouble.endswith(": write HOST:PORT,HOST:PORT into it; it is read again and again")
+
+
+@pytest.mark.parametrize("text", ["a:1 " * 1025, "a:1" + " " * 65536])
+def test_a_list_without_end_is_not_read_to_its_end(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "nodes.txt"
+    file.write_text(text)
+    assert read_places(str(file)) == ((), f"the list of nodes {file} is too long: at most 1024 addresses and 65536 characters are read; shorten it")
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    for path in (tmp_path / "fifo", Path("/dev/zero")):
+        assert read_places(str(path))[1].startswith(f"the list of nodes {path} cannot be read (it is no regular file)")
 
 
 def test_a_list_that_vanishes_while_serving_is_told_once_and_its_nodes_are_kept(

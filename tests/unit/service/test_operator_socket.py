@@ -32,6 +32,8 @@ def test_the_session_s_folder_comes_first_and_one_of_the_user_s_is_always_there(
     assert runtime_dirs({"XDG_RUNTIME_DIR": "/run/user/7"}) == (Path("/run/user/7/colibri"), user)
     assert runtime_dirs({"XDG_RUNTIME_DIR": "/run/user/7", "COLIBRI_RUNTIME": "/srv/c"}) == (Path("/srv/c"),)
     assert runtime_dirs({}) == (user,)
+    with pytest.raises(ConfigError, match="COLIBRI_RUNTIME is '~no-such-user/c': there is no such user"):
+        runtime_dirs({"COLIBRI_RUNTIME": "~no-such-user/c"})
 
 
 def test_a_socket_is_named_by_what_the_server_listens_on(session: Path) -> None:
