@@ -20,7 +20,7 @@ from workers.keeping import Keep, kept_extents, left_out
 from workers.layout import Layout, LayoutError, read_layout
 from workers.mapping import MADV_POPULATE_READ, PAGE, advise, mapped, punch
 from workers.placement import Extent, Placement, whole_file
-from workers.segments import RESERVE, LoadMode, ModelImage, PlacementReport, SegmentError, place
+from workers.segments import RESERVE, LoadMode, ModelImage, PlacementReport, SegmentError, digest_of, place
 from workers.supervisor import Supervisor
 from workers.topology import Topology, read_topology
 
@@ -58,14 +58,15 @@ def open_growing(path: str | os.PathLike[str], *, placement: Placement, topology
     except OSError as refusal:
         raise SegmentError(f"{path}: {refusal.strerror}") from refusal
     size = os.fstat(fd).st_size
-    image = ModelImage("map", size, whole_file(size, "the file is mapped, so its pages lie wherever they were read"), _by_node={-1: fd})
+    where = whole_file(size, "the file is mapped, so its pages lie wherever they were read")
+    image = ModelImage("map", size, where, digest=digest_of(fd), _by_node={-1: fd})
     try:
         if mode == "map" and placement not in ("auto", "none"):
             raise SegmentError(f"{path}: placement {placement} needs copies in memory: use load mode memfd or auto")
         if mode == "map":
             return image
         plan = place(path, fd, size, placement, topology)
-        grows = ModelImage("memfd", size, plan, kept=(), _file=fd)
+        grows = ModelImage("memfd", size, plan, digest=image.digest, kept=(), _file=fd)
         image._by_node = {}
     except BaseException:
         image.close()

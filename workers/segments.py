@@ -213,7 +213,7 @@ def open_image(
     except OSError as refusal:
         raise SegmentError(f"{path}: {refusal.strerror}") from refusal
     size = os.fstat(fd).st_size
-    file = ModelImage("map", size, whole_file(size, _MAPPED), digest=_digest(fd), _by_node={-1: fd})
+    file = ModelImage("map", size, whole_file(size, _MAPPED), digest=digest_of(fd), _by_node={-1: fd})
     if mode == "map" and placement in ("auto", "none"):
         return file
     with _closing_on_error(file):
@@ -246,7 +246,8 @@ def open_image(
     return copy
 
 
-def _digest(fd: int) -> str:
+def digest_of(fd: int) -> str:
+    """ModelImage.digest."""
     try:
         return read_digest(fd)
     except (LayoutError, OSError):  # whoever opens it as a model says what is wrong

@@ -18,10 +18,13 @@ from engine_c import EngineError
 from engine_c.fill import fill
 from ops.random_model import SHAPES, make_model
 from service.config import ConfigError, ServeConfig
+from service.node import agent
+from service.node.config import NodeConfig
 from service.opening import begin_opening
 from service.server import Server
 from tests.fault.harness import PATIENCE, Decoding, children, config, descriptors, wait_for
 from workers import filling
+from workers.layout import Layout
 from workers.mapping import HUGE_PAGE
 from workers.segments import SegmentError
 from workers.team import Team, TeamConfig
@@ -123,3 +126,20 @@ def test_a_model_that_another_is_renamed_over_while_it_is_opened_is_refused(mode
         asyncio.run(Server(settings, opening).startup())
     assert children() == []
     assert len(descriptors()) <= len(before)
+
+
+def test_so_is_a_node_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, other = tmp_path / "model.colibri", tmp_path / "other.colibri"
+    for seed, made in enumerate((path, other)):
+        make_model(made, SHAPES["tiny"], quant="int4", seed=seed)
+    read = agent._read
+
+    def read_and_replace(settings: NodeConfig) -> tuple[Layout, str]:
+        found = read(settings)
+        os.replace(other, path)
+        return found
+
+    monkeypatch.setattr(agent, "_read", read_and_replace)
+    with pytest.raises(ConfigError, match="another file took its name while it was being opened"):
+        agent.Agent(NodeConfig(model=path, share="1/1", workers_per_node=1, threads_per_worker=1))
+    assert children() == []

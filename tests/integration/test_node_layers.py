@@ -316,8 +316,9 @@ def test_a_further_model_is_loaded_without_nodes(cluster: Cluster) -> None:
         with grpc.insecure_channel(f"unix:{cluster.folder / 'o.sock'}") as channel:
             request = operator_pb2.LoadModelRequest(path=str(cluster.model), name="second", kv_memory=16 << 20)
             operator_pb2_grpc.OperatorStub(channel).LoadModel(request, timeout=PATIENCE)
-        answers = [front.client.complete(generate_request(tokens=[5, 6, 7], max_tokens=4, model=name, seed=1)).token_ids for name in ("", "second")]
-        assert answers[0] == answers[1]
+        asked = [generate_request(tokens=[5, 6, 7], max_tokens=4, model=name, seed=1) for name in ("", "second")]
+        first, second = (front.client.complete(request).token_ids for request in asked)
+        assert first == second
 
 
 def test_requests_under_way_that_cannot_go_on_when_layers_go_to_nodes_end_typed(cluster: Cluster, long_answers: list[list[int]]) -> None:
