@@ -11,6 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from ops.container import Container, Json, TensorEntry
+from service.printable import counted
 
 _SECTIONS = ("architecture", "router", "weights", "embedded", "generation", "provenance")
 
@@ -61,7 +62,7 @@ def _weights(container: Container) -> tuple[dict[str, str], str]:
         sizes[key] += entry.length
         counts[key] += 1
         parameters += _parameters(entry)
-    rows = {f"{kind}, {fmt}": f"{_size(sizes[kind, fmt])} in {counts[kind, fmt]} tensors" for kind, fmt in sizes}
+    rows = {f"{kind}, {fmt}": f"{_size(sizes[kind, fmt])} in {counted(counts[kind, fmt], 'tensor')}" for kind, fmt in sizes}
     return {**rows, "file": _size(container.file_bytes), "asked for": str(container.descriptor.get("quant", ""))}, _count(parameters)
 
 

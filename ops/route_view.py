@@ -15,6 +15,7 @@ from rich.text import Text
 
 from colibri.v1 import experts_pb2 as pb
 from ops.commands.common import CommandError
+from service.printable import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -70,8 +71,7 @@ def tables(routes: RouteTable) -> Iterator[RenderableType]:
     """A line a layer, then a line a token if the layers are few."""
     answer = routes.answer
     each = f"{answer.experts_per_layer} experts a layer, {routes.experts.shape[2]} a token"
-    tokens = "1 token" if len(answer.token_ids) == 1 else f"{len(answer.token_ids)} tokens"
-    yield Text(f"{answer.model}: {tokens}, {each}")
+    yield Text(f"{answer.model}: {counted(len(answer.token_ids), 'token')}, {each}")
     if answer.routed:
         share = answer.rerouted / answer.routed
         yield Text(f"damping gave other experts to {answer.rerouted} of {answer.routed} pairs of a token and a layer ({share:.2%})")

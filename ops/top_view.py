@@ -16,7 +16,7 @@ from ops.commands.operate import numbers, state_markup
 from ops.top_experts import load_map, routing_lines
 from ops.top_nodes import height as nodes_height, node_lines
 from service.load_messages import read_load
-from service.printable import printable
+from service.printable import counted, printable
 
 _BAR = 20  # columns of a bar
 _FEWEST_MAP_ROWS = 4
@@ -132,7 +132,7 @@ def _workers(workers: Sequence[pb.WorkerStats], seconds: float) -> Table:
             f"  worker {worker.index} NUMA node {worker.node}",
             state_markup(worker.state),
             f"pid {worker.pid}" if worker.HasField("pid") else "",
-            f"CPUs {numbers(worker.cpus)}" if worker.cpus else f"{len(worker.lanes)} lanes",
+            f"CPUs {numbers(worker.cpus)}" if worker.cpus else counted(len(worker.lanes), "lane"),
             bar(stats.busy, width=10),
             f"{stats.tasks / seconds:.0f} tasks/s",
             " ".join(filter(None, (local, f"restarts {worker.restarts}" if worker.restarts else ""))),

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from engine_c import EngineError, Model
 from ops.container import BlobEntry, Container, ContainerError, TensorEntry
+from service.printable import counted
 
 _CHUNK = 16 << 20
 
@@ -24,7 +25,8 @@ class VerifyReport:
 
     def __str__(self) -> str:
         rate = self.bytes_read / max(self.seconds, 1e-9) / 1e6
-        return f"whole: {self.tensors} tensors and {self.blobs} embedded files, {self.bytes_read / 1e6:,.1f} MB ({rate:,.0f} MB/s)"
+        what = f"{counted(self.tensors, 'tensor')} and {counted(self.blobs, 'embedded file')}"
+        return f"whole: {what}, {self.bytes_read / 1e6:,.1f} MB ({rate:,.0f} MB/s)"
 
 
 def verify(path: str | os.PathLike[str]) -> VerifyReport:

@@ -22,6 +22,7 @@ from service.faults import Draining, InvalidField, OperatorFault, ShutDown, Unkn
 from service.hosted import Hosted, ModelState
 from service.metrics import Metrics
 from service.opening import begin_opening, team_config
+from service.printable import counted
 from workers.need import MemoryNeed, NoRoom, memory_need
 from workers.placement import PlacementError
 from workers.plan import PlanError
@@ -280,7 +281,7 @@ class ModelHost:
         left = 0
         if not await hosted.desk.wait_idle(grace):
             left = len(hosted.desk.streams)
-            log.warning("breaking off %d requests of %s, which is unloaded", left, hosted.name)
+            log.warning("breaking off %s of %s, which is unloaded", counted(left, "request"), hosted.name)
             hosted.desk.break_off(lambda request: ShutDown(ran=request.ran, what=f"model {shown(hosted.name)} was unloaded"))
             await hosted.desk.wait_idle(_FAREWELL)
         await hosted.close()

@@ -1,4 +1,4 @@
-"""What others say, fit to be shown: names of nodes, what they say of themselves, and why they failed."""
+"""What others say, fit to be shown: names of nodes, what they say of themselves, and why they failed. And numbers of things."""
 
 from __future__ import annotations
 
@@ -14,6 +14,11 @@ _Message = TypeVar("_Message", bound="Message")
 def printable(text: str, *, most: int | None = None) -> str:
     """The first characters of it, on one line, and nothing in it that a terminal obeys. What is fit already stays as it is."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text[:most])
+
+
+def counted(count: int, noun: str) -> str:
+    """'1 node', '2 nodes'; the last word of the noun takes an s."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def with_printable_texts(message: _Message) -> _Message:

@@ -36,6 +36,7 @@ from service.metrics import Metrics, Snapshot
 from service.models import ModelHost
 from service.opening import SWITCH, begin_opening
 from service.operator_server import OperatorServer
+from service.printable import counted
 from service.reading import ReadingInterceptor
 from workers.confine import FrontThreads
 from workers.team import Team
@@ -213,14 +214,14 @@ class Server:
         for service in (READINESS, EXPERTS):
             self.health.set(service, serving=False)
         self.host.drain()
-        log.info("draining %d calls, for %.0f s at the most", self.host.calls, self.config.drain_grace)
+        log.info("draining %s, for %.0f s at the most", counted(self.host.calls, "call"), self.config.drain_grace)
         idle = asyncio.create_task(self._leave())
         hurry = asyncio.create_task(self._hurry.wait())
         await asyncio.wait((idle, hurry), return_when=asyncio.FIRST_COMPLETED)
         for task in (idle, hurry):
             task.cancel()
         if self.host.calls:
-            log.warning("breaking off %d calls", self.host.calls)
+            log.warning("breaking off %s", counted(self.host.calls, "call"))
             self.host.break_off()
             await self.host.wait_idle(_FAREWELL)
 

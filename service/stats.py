@@ -16,6 +16,7 @@ from service.load import Counters, between
 from service.load_messages import load_message
 from service.operator_messages import MODEL_STATES, worker_messages
 from service.plan import SchedulerStats
+from workers.lifecycle import State
 from workers.slot import WorkerSnapshot
 from workers.team import TeamDescription
 
@@ -92,7 +93,7 @@ def model_stats(hosted: Hosted, before: Look | None, now: Look) -> pb.ModelStats
         wait_ms=(totals.wait_ns - old.wait_ns) / 1e6,
         serial_ms=(totals.serial_ns - old.serial_ns) / 1e6,
         operations=_operations(old.op_ns, totals.op_ns),
-        lanes=totals.lanes,
+        lanes=_front_lane(hosted) + sum(len(worker.lanes) for worker in now.workers if worker.state is State.READY),
         tasks_homed=totals.tasks_homed - old.tasks_homed,
         tasks_local=totals.tasks_local - old.tasks_local,
         lanes_busy=_lanes_busy(hosted, before, now, workers, seconds),
@@ -121,11 +122,15 @@ def _worker_stats(hosted: Hosted, before: Look | None, now: Look, seconds: float
 
 
 def _lanes_busy(hosted: Hosted, before: Look | None, now: Look, workers: list[pb.WorkerStats], seconds: float) -> float:
-    front = int(bool(hosted.team.session.options.front_lane))
+    front = _front_lane(hosted)
     lanes = front + sum(len(stats.worker.lanes) for stats in workers)
     busy = sum(stats.busy * len(stats.worker.lanes) for stats in workers)
     busy += _share(now.front_ns - (before.front_ns if before is not None else 0), seconds, front)
     return min(1.0, busy / lanes) if lanes else 0.0
+
+
+def _front_lane(hosted: Hosted) -> int:
+    return int(bool(hosted.team.session.options.front_lane))
 
 
 def _share(spent_ns: int, seconds: float, lanes: int) -> float:

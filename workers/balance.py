@@ -21,6 +21,7 @@ AS_GOOD = 1.005
 """A packing that moves less is preferred to one that is better by less than this."""
 
 ONE_NODE = "one node: nothing to place"
+ONE_NUMA_NODE = "one NUMA node: nothing to place"
 
 Holdings = Sequence[Sequence[Sequence[int]]]
 """[layers][experts]: the nodes that hold the expert, its home first. None: it lies across nodes; such a layer stays as it is."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from engine_c import EngineError, Model, Part
 from workers.automatic_config import MIN_GAIN, Loads
-from workers.balance import ONE_NODE, BalancePlan, ExpertMove, ExpertReplica, plan_balance
+from workers.balance import ONE_NUMA_NODE, BalancePlan, ExpertMove, ExpertReplica, plan_balance
 from workers.layout import Layout, LayoutError, read_layout
 from workers.moving import MoveError, Range, copy, move, range_of, whole_pages
 from workers.parts import within
@@ -125,11 +125,11 @@ class Rebalancer:
     def _why_fixed(self) -> str:
         placed = self._image.placement
         if len(placement_nodes(self._topology)) < 2:
-            return ONE_NODE
+            return ONE_NUMA_NODE
         if placed.placement == "rows":
-            return "nothing to place: every expert is cut over all nodes, which is even already (placement rows)"
+            return "nothing to place: every expert is cut over all NUMA nodes, which is even already (placement rows)"
         if placed.placement == "replicate":
-            return "nothing to place: every node has a copy of everything (placement replicate)"
+            return "nothing to place: every NUMA node has a copy of everything (placement replicate)"
         return f"nothing to place: {placed.reason}"
 
     # ---------------------------------------------------------------- changes

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 USAGE, FAILURE = 2, 1
 
+_UNLIMITED = 1 << 20  # columns: who reads a pipe wants whole lines
+
 # Exceptions whose sentence is meant for the user. Looked up only in modules already imported: what a command did not import it cannot
 # have raised.
 _USER_ERRORS = (
@@ -133,10 +135,10 @@ def _whole_number(word: str, option: str) -> int:
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A rich console on stdout (or stderr) that is plain when that is not a terminal."""
+    """A rich console on stdout (or stderr) that is plain, and wraps and cuts nothing, when that is not a terminal."""
     from rich.console import Console
 
-    return Console(highlight=False, stderr=stderr, width=None if (sys.stderr if stderr else sys.stdout).isatty() else 160)
+    return Console(highlight=False, stderr=stderr, width=None if (sys.stderr if stderr else sys.stdout).isatty() else _UNLIMITED)
 
 
 def human_bytes(count: float) -> str:

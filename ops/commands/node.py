@@ -19,7 +19,7 @@ def register(app: typer.Typer) -> None:
         "Every option is also read from COLIBRI_<OPTION>."
     )
     def node(
-        model: Annotated[str, typer.Argument(metavar="MODEL", help="The .colibri file that the front ends serve, tiny or demo.")],
+        model: Annotated[str, typer.Argument(metavar="MODEL", help="The .colibri file that front ends serve, or demo, tiny or random.")],
         experts: Annotated[str | None, typer.Option(help="Experts of every layer to hold, such as 0-31,40.")] = None,
         share: Annotated[str | None, typer.Option(help="Or a part of them, such as 2/4; auto: what front ends assign.")] = None,
         layers: Annotated[str | None, typer.Option(help="Or layers to run whole, attention and KV cache included, such as 16-31.")] = None,

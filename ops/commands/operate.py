@@ -66,12 +66,15 @@ def numbers(values: Iterable[int]) -> str:
 
 
 def print_workers(workers: Iterable[pb.Worker]) -> None:
-    """A line each."""
+    """A line each; a sentence if there are none."""
     from rich.markup import escape
     from rich.table import Table
 
+    if not (workers := list(workers)):
+        console().print("no workers: the front end does their part; `colibri scale --workers N` starts some", markup=False)
+        return
     table = Table(box=None, pad_edge=False)
-    for heading in ("model", "worker", "NUMA node", "state", "for s", "pid", "lanes", "cpus", "tasks", "local", "restarts", "remarks"):
+    for heading in ("model", "worker", "NUMA node", "state", "for s", "pid", "lane ids", "cpus", "tasks", "local", "restarts", "remarks"):
         table.add_column(heading, no_wrap=heading != "remarks")
     for worker in workers:
         remarks = "; ".join(filter(None, (worker.error or worker.last_end, *worker.degraded)))

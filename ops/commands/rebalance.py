@@ -1,9 +1,10 @@
-"""`colibri rebalance`: experts to the nodes where they make the work even; or what that would bring, by a recording."""
+"""`colibri rebalance`: experts to the nodes (NUMA, expert) where they make the work even; or what that would bring, by a recording."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -25,17 +26,22 @@ _LISTED = 20  # moves; --json has them all
 def register(app: typer.Typer) -> None:
     """Adds the command."""
 
-    @app.command(help="Move experts between nodes so that each has as much to do. No answer changes by it, and none waits.")
+    @app.command(
+        help="Move experts between NUMA nodes, or between a server's expert nodes if it has some, so that each has as much to do. "
+        "No answer changes by it, and none waits."
+    )
     def rebalance(
         dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")] = False,
         replicas: Annotated[
             int | None,
-            typer.Option(min=0, max=1024, help="Further copies of experts a layer may have (0; between processes: by nodes_slack)."),
+            typer.Option(min=0, max=1024, help="Further copies of experts a layer may have (0; between expert nodes: by --nodes-slack)."),
         ] = None,
         recording: Annotated[
             Path | None, typer.Option("--from", metavar="FILE", help="With --dry-run: plan from what `colibri record` wrote; no server.")
         ] = None,
-        nodes: Annotated[int | None, typer.Option(min=1, max=1024, help="With --from: nodes to plan for; else those recorded.")] = None,
+        nodes: Annotated[
+            int | None, typer.Option(min=1, max=1024, help="With --from: NUMA nodes to plan for; else those recorded.")
+        ] = None,
         last: Annotated[float | None, typer.Option(min=0, help="With --from: only the recording's last so many seconds.")] = None,
         model: ModelOption = "",
         as_json: Json = False,
@@ -68,27 +74,30 @@ def ask(where: OperatorTarget, *, model: str, dry_run: bool, replicas: int | Non
 
 
 def plan_recorded(path: Path, *, nodes: int | None, last: float | None, replicas: int) -> pb.RebalanceResponse:
-    """What would be done for recorded traffic."""
+    """What would be done for recorded traffic on NUMA nodes."""
     from service.balance_messages import plan_message
     from service.recording import read_recording
-    from workers.balance import plan_balance
+    from workers.balance import ONE_NUMA_NODE, plan_balance
 
     recording = read_recording(path)
     if recording.torn:
         print(f"colibri: {recording.torn}", file=sys.stderr)
     numbers, places = _places(recording, path, nodes)
     load = recording.total(last=last).tokens.tolist()
-    return plan_message(plan_balance(load, recording.header.expert_bytes, numbers, places, replicas=replicas))
+    plan = plan_balance(load, recording.header.expert_bytes, numbers, places, replicas=replicas)
+    reason = ONE_NUMA_NODE if len(numbers) == 1 else f"on {len(numbers)} NUMA nodes, {plan.reason}"
+    return plan_message(replace(plan, reason=reason))
 
 
 def _places(recording: Recording, path: Path, nodes: int | None) -> tuple[list[int], Sequence[Sequence[Sequence[int]]]]:
-    """The nodes and who holds what: as recorded if those are the nodes that are meant, else as the service begins."""
+    """The NUMA nodes and who holds what: as recorded if those are the nodes that are meant, else as the service begins."""
     from ops.bench.balance_nodes import even_placing
 
     header = recording.header
     recorded = sorted({node for layer in header.places for holders in layer for node in holders})
     if nodes is None and len(recorded) < 2:
-        raise CommandError(f"{path} was recorded with its experts on one node, or cut over all: say with --nodes how many to plan for")
+        where = "on one NUMA node, or cut over all"
+        raise CommandError(f"{path} was recorded with its experts {where}: say with --nodes how many NUMA nodes to plan for")
     if nodes is None or recorded == list(range(nodes)):
         return recorded, header.places
     return list(range(nodes)), even_placing(header.layers, header.experts, nodes)

@@ -12,6 +12,7 @@ import typer
 from ops.commands.common import CommandError, check_output, console, human_bytes
 from ops.commands.operate import Ca, Cert, Key, Operator, target
 from ops.interrupt import interrupting
+from service.printable import counted
 
 if TYPE_CHECKING:
     from colibri.v1 import operator_pb2 as pb, operator_pb2_grpc
@@ -75,13 +76,14 @@ def _record(stub: operator_pb2_grpc.OperatorStub, out: Path, *, interval: float,
             if failure.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
                 raise
             if not interrupted:
-                raise CommandError(f"the server has gone; {out} has {_counted(recorder.windows)}") from failure
+                raise CommandError(f"the server has gone; {out} has {counted(recorder.windows, 'window')}") from failure
         finally:
             recorder.close()
             messages.cancel()
     before = f", the earlier ones in {recorder.former}" if recorder.former.exists() else ""
     size = human_bytes(out.stat().st_size)
-    console(stderr=True).print(f"{_counted(recorder.windows)}, {at:.1f} s of {name}, in {out} ({size}{before}){ended}", markup=False)
+    windows = counted(recorder.windows, "window")
+    console(stderr=True).print(f"{windows}, {at:.1f} s of {name}, in {out} ({size}{before}){ended}", markup=False)
 
 
 def _loads(messages: Iterator[pb.WatchStatsResponse]) -> Iterator[pb.Load]:
@@ -133,7 +135,3 @@ def _parse_size(text: str) -> int:
     if size < _LEAST_SIZE:
         raise typer.BadParameter(f"--max-size {text}: it must be at least {human_bytes(_LEAST_SIZE)}")
     return size
-
-
-def _counted(windows: int) -> str:
-    return "1 window" if windows == 1 else f"{windows} windows"

@@ -8,7 +8,7 @@ import typer
 
 from ops.commands.common import console, human_bytes
 from ops.commands.operate import Ca, Cert, Json, Key, ModelOption, Operator, numbers, print_json, print_workers, target
-from service.printable import printable
+from service.printable import counted, printable
 
 if TYPE_CHECKING:
     from colibri.v1 import operator_pb2 as pb
@@ -121,7 +121,7 @@ def topology(as_json: Json = False, operator: Operator = "", cert: Cert = "", ke
         out.print(f"NUMA node {node.id}: CPUs {numbers(node.cpus) or 'none'}, {human_bytes(node.memory_bytes)}{distances}", markup=False)
     quota = f", CPU quota {response.cpu_quota:.2f}" if response.HasField("cpu_quota") else ""
     free = f"{human_bytes(response.memory_available_bytes)} of {human_bytes(response.memory_limit_bytes)} free"
-    out.print(f"{len(response.cores)} cores, {free}{quota}")
+    out.print(f"{counted(len(response.cores), 'core')}, {free}{quota}")
     for placement in response.placements:
         what = f"{human_bytes(placement.bytes)} by {placement.load_mode}, placement {placement.placement}: {placement.reason}"
         out.print(f"{placement.model}: {what}", markup=False)
@@ -145,15 +145,16 @@ def _told(node: pb.RemoteNode) -> str:
     if state != "ready":
         return f"{head}{': ' if node.reason else ''}{node.reason}"
     mean = f", {node.round_trip_ms / node.batches:.2f} ms a batch" if node.batches else ""
-    done = f"{node.batches} batches, {node.rows} rows, {node.rows_per_second:.0f} a second of late{mean}"
-    return f"{head}; {holding(node)}; {node.lanes} lanes ({node.isa}); {done}; lost {node.losses} times"
+    batches = "1 batch" if node.batches == 1 else f"{node.batches} batches"
+    done = f"{batches}, {counted(node.rows, 'row')}, {node.rows_per_second:.0f} a second of late{mean}"
+    return f"{head}; {holding(node)}; {counted(node.lanes, 'lane')} ({node.isa}); {done}; lost {counted(node.losses, 'time')}"
 
 
 def holding(node: pb.RemoteNode) -> str:
     """What a node has in memory for us."""
     layers = ", ".join(f"{part.first}-{part.end - 1}" for part in node.layers)
     experts = sum(len(share.experts) for share in node.shares)
-    return f"{f'layers {layers}' if layers else f'{experts} experts'}, {human_bytes(node.share_bytes)}"
+    return f"{f'layers {layers}' if layers else counted(experts, 'expert')}, {human_bytes(node.share_bytes)}"
 
 
 def node_state(node: pb.RemoteNode) -> str:

@@ -29,7 +29,7 @@ from service.node.hello import StreamRefused, batch_of, caller_of, check_opening
 from service.node.idle import Seats
 from service.node.layers import NoRoom, Room, check_layers
 from service.node.metrics import NodeMetrics
-from service.printable import printable
+from service.printable import counted, printable
 from service.wire import enclose
 from workers.growing import ShareError, ShareTooLarge, UnknownExpert
 from workers.segments import SegmentError
@@ -99,7 +99,7 @@ class NodeCalls:
             refuse(context, "RESOURCE_EXHAUSTED", "NO_ROOM", f"this share is not taken: {error}")
         except ShareError as error:
             refuse(context, "UNAVAILABLE", "SHARE_NOT_READ", f"this share is not taken: {error}")
-        log.info("assigned %d experts, %d MiB", sum(map(len, shares.values())), agent.share_bytes >> 20)
+        log.info("assigned %s, %d MiB", counted(sum(map(len, shares.values())), "expert"), agent.share_bytes >> 20)
         return agent.describe()
 
 

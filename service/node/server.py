@@ -32,6 +32,7 @@ from service.node.agent import Agent
 from service.node.calls import MAX_UNOPENED, ExpertCalls, NodeCalls, add_expert_calls
 from service.node.config import NodeConfig
 from service.node.metrics import NodeMetrics
+from service.printable import counted
 from service.server import channel_options
 
 log = logging.getLogger("colibri.node")
@@ -98,7 +99,7 @@ class NodeServer:
                 log.exception("ending idle streams failed; it is tried again")
 
     def _drain(self, calls: ExpertCalls) -> None:
-        log.info("draining %d streams, for %.0f s at the most", calls.streams, self.config.drain_grace)
+        log.info("draining %s, for %.0f s at the most", counted(calls.streams, "stream"), self.config.drain_grace)
         waited = 0.0
         while calls.streams and waited < self.config.drain_grace and not (waited >= _QUIET and calls.quiet_for >= _QUIET):
             if self._signalled(_LOOK_EVERY):

@@ -12,6 +12,7 @@ from service.nodes.dealing import Dealing
 from service.nodes.lifecycle import State
 from service.nodes.member import Member
 from service.nodes.shares import Pairs, most_held
+from service.printable import counted
 from workers.automatic_config import MIN_GAIN, Loads
 from workers.balance import BalancePlan, plan_balance
 from workers.rebalancing import PAUSE_S, BalanceReport
@@ -203,7 +204,7 @@ class NodeBalancer:
             refused,
         )
         self.moved += len(report.moved) + len(report.replicated) + len(report.dropped)
-        log.info("experts have moved between nodes in %d layers: %s", len(done), refused or plan.reason)
+        log.info("experts have moved between nodes in %s: %s", counted(len(done), "layer"), refused or plan.reason)
         return report
 
 

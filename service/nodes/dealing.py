@@ -18,6 +18,7 @@ from service.nodes.lifecycle import State
 from service.nodes.link import Refused, Unreachable
 from service.nodes.member import Member
 from service.nodes.shares import Dealer, Pairs, deal, lacking, suits
+from service.printable import counted
 
 log = logging.getLogger("colibri.nodes")
 _RETRY_S = 1.0
@@ -105,10 +106,10 @@ class Dealing:
             if suits(held, self.experts_of, replicas=self.replicas, slack=self.slack):
                 self.target, self._due = held, set()
                 self._instances = {name: takers[name].description.instance for name in names if name in takers}
-                log.info("%d nodes hold all experts: their shares stay as they are", len(names))
+                log.info("all experts are held by %s: shares stay as they are", counted(len(names), "node"))
                 return
             self.target, self._due = deal(names, self.experts_of, replicas=self.replicas), set(names)
-        log.info("experts are dealt out over %d nodes: %s", len(names), ", ".join(sorted(names)))
+        log.info("experts are dealt out over %s: %s", counted(len(names), "node"), ", ".join(sorted(names)))
 
     def _notice(self, there: Mapping[str, Member], now: float) -> None:
         """What nodes hold that is not what they were given here: they started anew, or another front end has given them something else."""
@@ -139,7 +140,8 @@ class Dealing:
         more = {name: missing & pairs for name, pairs in dealt.items() if missing & pairs}
         self.target = {**self.target, **{name: self.target[name] | pairs for name, pairs in more.items()}}
         self._due |= more.keys()
-        log.warning("%d experts had no holder left: another front end sees other nodes than this one. They are added", len(missing))
+        left = counted(len(missing), "expert")
+        log.warning("%s had no holder left: another front end sees other nodes than this one. What is missing is added", left)
 
     # ------------------------------------------------------------ what is done
 

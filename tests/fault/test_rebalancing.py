@@ -204,12 +204,12 @@ def test_one_node_says_so_in_a_sentence(model: Path, caplog: pytest.LogCaptureFi
     settings = replace(config(1), rebalance="auto", automatic=Automatic(interval_s=0.01))
     with caplog.at_level("INFO"), Team.open(model, settings) as team:
         report = team.rebalance(replicas=2)
-        assert report.plan.reason == "one node: nothing to place"
+        assert report.plan.reason == "one NUMA node: nothing to place"
         assert (report.plan.empty, report.refused) == (True, "")
         assert team.balance().fixed == report.plan.reason
         assert not any("place" in text for text in team.describe().degraded)
     assert [record.message for record in caplog.records if "rebalancing" in record.message] == [
-        "automatic rebalancing has nothing to do: one node: nothing to place"
+        "automatic rebalancing has nothing to do: one NUMA node: nothing to place"
     ]
 
 

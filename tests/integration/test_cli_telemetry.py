@@ -142,8 +142,10 @@ def record(path: Path, *, places: tuple[tuple[tuple[int, ...], ...], ...] = (), 
 def test_a_recording_is_planned_without_a_server(tmp_path: Path) -> None:
     path = record(tmp_path / "r")
     result = done("rebalance", "--dry-run", "--from", path, "--nodes", "4", "--last", "60")
-    assert result.stdout.startswith("would be done: max/mean falls from 3.40 to ")
-    assert "node" in result.stdout.splitlines()[1]
+    assert result.stdout.startswith("would be done: on 4 NUMA nodes, max/mean falls from 3.40 to ")
+    assert "NUMA node" in result.stdout.splitlines()[1]
+    alone = done("rebalance", "--dry-run", "--from", path, "--nodes", "1")
+    assert alone.stdout == "one NUMA node: nothing to place\n"
     plain = json.loads(done("rebalance", "--dry-run", "--json", "--from", path, "--nodes", "4").stdout)
     copied = json.loads(done("rebalance", "--dry-run", "--json", "--from", path, "--nodes", "4", "--replicas", "2").stdout)
     assert plain["max_over_mean_after"] == pytest.approx(1.8)  # the first expert has a node by itself

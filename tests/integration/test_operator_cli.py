@@ -105,6 +105,31 @@ def test_workers_are_scaled_drained_and_restarted(served: subprocess.Popen[str],
     assert call(runtime, "drain").returncode == 2
 
 
+def test_the_lanes_of_now_are_shown_and_none_left_is_said(served: subprocess.Popen[str], runtime: Path) -> None:
+    def lanes() -> int:
+        return int(json.loads(done(runtime, "top", "--json", "-i", "0.1"))["models"][0]["lanes"])
+
+    assert "lane ids" in done(runtime, "scale", "--workers", "2", "--threads", "1").splitlines()[0]
+    assert lanes() == 3, "two workers' and the front end's, though no step has run"
+    done(runtime, "scale", "--workers", "1")
+    assert lanes() == 2
+    assert "no workers: " in done(runtime, "scale", "--workers", "0")
+    assert lanes() == 1
+    done(runtime, "scale", "--workers", "1")
+
+
+def test_a_pipe_gets_whole_lines(served: subprocess.Popen[str], runtime: Path, model: Path, tmp_path: Path) -> None:
+    long = tmp_path / ("deep" * 40) / ("model" * 40 + ".colibri")
+    long.parent.mkdir()
+    long.symlink_to(model)
+    loaded = done(runtime, "models", "load", str(long), "--name", "long", "--kv-memory", "16MiB", "--workers-per-node", "0")
+    try:
+        assert str(long) in loaded.splitlines()[1]
+        assert str(long) in done(runtime, "models").splitlines()[2]
+    finally:
+        done(runtime, "models", "unload", "long")
+
+
 def test_models_are_loaded_swapped_and_unloaded(served: subprocess.Popen[str], runtime: Path, model: Path) -> None:
     assert "loaded in" in done(runtime, "models", "load", str(model), "--name", "second", "--kv-memory", "16MiB", "--workers-per-node", "1")
     first, second = (line.split()[0] for line in done(runtime, "models").splitlines()[1:])

@@ -6,8 +6,10 @@ import threading
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from ops import models
+from ops.cli import make_app
 from ops.container import Container
 from ops.models import ModelError, resolve
 
@@ -81,3 +83,9 @@ def test_path_is_taken_as_it_is(tmp_path: Path) -> None:
 def test_neither_path_nor_name_is_an_error_that_lists_the_names(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="demo, tiny, random"):
         resolve("mistral", cache=tmp_path)
+
+
+@pytest.mark.parametrize("command", ["serve", "node", "inspect", "verify"])
+def test_commands_that_take_a_model_name_all_names(command: str) -> None:
+    told = " ".join(CliRunner().invoke(make_app(), [command, "--help"]).stdout.split())
+    assert all(name in told for name in models.NAMES)

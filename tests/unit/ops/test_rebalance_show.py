@@ -36,6 +36,8 @@ def test_a_node_is_told_with_what_it_holds_and_does() -> None:
         address="host:1",
         model="m",
         state=op.REMOTE_NODE_STATE_READY,
+        lanes=1,
+        losses=1,
         shares=[op.RemoteShare(layer=0, experts=[1, 2]), op.RemoteShare(layer=1, experts=[0])],
         rows=700,
         rows_per_second=12.4,
@@ -43,4 +45,6 @@ def test_a_node_is_told_with_what_it_holds_and_does() -> None:
     line = remote_line(node)
     assert line.startswith("expert node n1 at host:1, for m: ready")
     assert "3 experts" in line
+    assert "1 lane (" in line
+    assert line.endswith("lost 1 time")
     assert "700 rows, 12 a second" in line

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,13 @@ def test_the_environment_is_read_and_keywords_win() -> None:
     config = ServeConfig.from_env(environ, port=8, host=None)
     assert (config.model, config.port, config.kv_memory, config.drain_grace) == (Path("/m.colibri"), 8, 2 << 30, 1.5)
     assert config.host == "127.0.0.1"
+
+
+def test_every_option_for_nodes_is_in_the_page_that_the_settings_refer_to() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "deployment.md").read_text(encoding="utf-8")
+    options = ["--" + field.name.replace("_", "-") for field in fields(ServeConfig) if field.name.startswith("nodes_")]
+    assert [option for option in options if not re.search(rf"{option}(?![\w-])", page)] == []
+    assert len(options) > 10
 
 
 def test_empty_variables_count_as_unset() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from colibri.v1 import node_pb2
-from service.printable import printable, with_printable_texts
+from service.printable import counted, printable, with_printable_texts
 
 
 @pytest.mark.parametrize(
@@ -22,6 +22,11 @@ def test_all_that_a_terminal_obeys_is_escaped_once(said: str, shown: str) -> Non
     assert printable(said) == shown
     assert printable(shown) == shown
     assert printable(shown).isprintable()
+
+
+@pytest.mark.parametrize(("count", "text"), [(0, "0 embedded files"), (1, "1 embedded file"), (2, "2 embedded files")])
+def test_one_thing_is_counted_without_an_s(count: int, text: str) -> None:
+    assert counted(count, "embedded file") == text
 
 
 def test_only_so_many_characters_are_shown() -> None:
