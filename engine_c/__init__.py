@@ -80,6 +80,7 @@ __all__ = [
     "version",
 ]
 
+# Where they are but for those of structs.
 _HOMES = {
     "basics": ("EngineError", "Part"),
     "engine": ("Session", "session_bytes"),
@@ -89,32 +90,13 @@ _HOMES = {
     "remote": ("ExpertBatch", "LayersRemote", "Remote", "RemoteExperts", "RemoteLayers", "RemoteLost", "RowsKind"),
     "route": ("Routed", "Router", "route_logits"),
     "routing": ("RUN_BUCKETS", "Damping", "Routes", "Telemetry"),
-    "structs": (
-        "FORMATS",
-        "GREEDY",
-        "KV_BLOCK",
-        "KV_FORMATS",
-        "LANE_ACTIVE",
-        "LANE_DEAD",
-        "LANE_EMPTY",
-        "LANE_LEAVING",
-        "LANE_READY",
-        "MAX_TOP_LOGPROBS",
-        "ModelInfo",
-        "RowResult",
-        "Sampling",
-        "SeqResult",
-        "SeqWork",
-        "SessionOptions",
-        "StepStats",
-    ),
 }
 
 
 def __getattr__(name: str) -> object:
-    home = next((module for module, names in _HOMES.items() if name in names), None)
-    if home is None:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = next((module for module, names in _HOMES.items() if name in names), "structs")
     value: object = getattr(import_module(f"{__name__}.{home}"), name)
     globals()[name] = value
     return value

@@ -20,7 +20,7 @@ from service.node.news import News
 from service.spans import show_ranges
 from service.wire import PROTOCOL
 from workers.keeping import Keep, Range
-from workers.layout import Layout, LayoutError, read_digest, read_layout
+from workers.layout import Layout, LayoutError, read_layout
 from workers.segments import SegmentError
 from workers.slot import SupervisorConfig
 from workers.team import Team, TeamConfig
@@ -36,8 +36,9 @@ class Agent:
     def __init__(self, config: NodeConfig) -> None:
         """Opens the model and starts the workers. ConfigError, or what the engine and workers raise."""
         self.config = config
-        self.model_name = read_artifact(config.model).name
-        self.layout, self.digest = _read(config)
+        artifact = read_artifact(config.model)
+        self.model_name, self.digest = artifact.name, artifact.digest
+        self.layout = _read_layout(config)
         self.experts_of = tuple(len(layer) for layer in self.layout.layers)
         self.instance = secrets.token_hex(8)
         self.news = News()
@@ -169,10 +170,10 @@ class Agent:
             self.team.close()
 
 
-def _read(config: NodeConfig) -> tuple[Layout, str]:
+def _read_layout(config: NodeConfig) -> Layout:
     fd = os.open(config.model, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        return read_layout(fd), read_digest(fd)
+        return read_layout(fd)
     except LayoutError as error:
         raise ConfigError(f"{config.model}: {error}") from error
     finally:

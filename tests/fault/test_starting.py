@@ -132,14 +132,14 @@ def test_so_is_a_node_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     path, other = tmp_path / "model.colibri", tmp_path / "other.colibri"
     for seed, made in enumerate((path, other)):
         make_model(made, SHAPES["tiny"], quant="int4", seed=seed)
-    read = agent._read
+    read = agent._read_layout
 
-    def read_and_replace(settings: NodeConfig) -> tuple[Layout, str]:
+    def read_and_replace(settings: NodeConfig) -> Layout:
         found = read(settings)
         os.replace(other, path)
         return found
 
-    monkeypatch.setattr(agent, "_read", read_and_replace)
+    monkeypatch.setattr(agent, "_read_layout", read_and_replace)
     with pytest.raises(ConfigError, match="another file took its name while it was being opened"):
         agent.Agent(NodeConfig(model=path, share="1/1", workers_per_node=1, threads_per_worker=1))
     assert children() == []
